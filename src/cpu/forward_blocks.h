@@ -53,7 +53,7 @@ struct HeadRows {
 //   a few lines for every block of sums, since a processor that waits to issue a line does not multiply
 class Ahead {
  public:
-  // Every head of a piece calls step() `steps` times or more.
+  // Every head of a piece calls step() about `steps` times: more lines at a time, and lines left over, slow it down.
   Ahead(const HeadRows &now, const HeadRows &then, int64_t steps)
       : now_(now),
         then_(then),
@@ -125,16 +125,21 @@ class Ahead {
 
 // Keys of add_weighted between two steps of Ahead.
 constexpr int kKeysUnrolled = 4;
-// Keys of bytes that it takes together, without a loop: widening them keeps the registers busy.
-constexpr int kByteKeys = 8;
 
 // In place of Ahead where nothing is prefetched.
 struct NoAhead {
   FA_INLINE void step() const {}
 };
 
-// Blocks of sums that `rows` rows and `vectors` keys, or vectors of keys, have.
-FA_INLINE int64_t blocks_of(int64_t rows, int64_t vectors) { return rows * vectors / kBlockSums; }
+// The most vectors of O, and keys of S, of a block of one row. Blocks that follow each other keep the multipliers busy together. With few keys
+// every line is still in L1 when the next of its numbers are loaded: rows that lie 4 KB apart share a set there, which has 8 to 12 ways.
+// Vectors of 128 bits make long chains of sums, which the next block comes too late for.
+constexpr int kMostBlockVectors = kBlockSums < 8 ? kBlockSums : 8, kOneRowKeys = kWidth < 8 ? kBlockSums : 4;
+
+// Blocks of sums that `rows` rows and `vectors` keys, or vectors of values, have, if those of the last of an odd number of rows have `most`.
+FA_INLINE int64_t blocks_of(int64_t rows, int64_t vectors, int64_t most) {
+  return rows / 2 * 2 * vectors / kBlockSums + rows % 2 * vectors / most;
+}
 
 // Calls body.operator()<ROWS>(r) for rows 0 .. rows - 1, kMost or a smaller power of two at a time.
 template <int kMost, class Body>
@@ -242,7 +247,7 @@ FA_INLINE void dot_rows(const char *const *keys, int count, int64_t offset, int6
                         int64_t ldq, int64_t rows, float *s, int64_t lds, Prefetch &ahead) {
   for_row_groups<Product::kRows>(
       rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
-        constexpr int kKeys = kBlockSums / ROWS;
+        constexpr int kKeys = ROWS == 1 ? kOneRowKeys : kBlockSums / ROWS;
         const auto *x = q + r * ldq;
         float *to = s + r * lds;
         int n = 0;
@@ -268,8 +273,8 @@ inline void dot_products(const Rows &keys, int64_t begin, int64_t end, int64_t d
   });
 }
 
-// o_r += sum over KEYS keys, or `keys` keys if KEYS is 0, of s[r * lds + j] v_j, for ROWS rows and NV vectors from column c on.
-template <class Element, int KEYS, int ROWS, int NV, class Prefetch>
+// o_r += sum over `keys` keys of s[r * lds + j] v_j, for ROWS rows and NV vectors from column c on.
+template <class Element, int ROWS, int NV, class Prefetch>
 FA_INLINE void add_weighted(const char *const *values, int keys, int64_t offset, int64_t c, const float *s, int64_t lds,
                             float *o, int64_t ldo, Prefetch &ahead) {
   F acc[ROWS][NV];
@@ -287,20 +292,14 @@ FA_INLINE void add_weighted(const char *const *values, int keys, int64_t offset,
       for (int r = 0; r < ROWS; ++r) acc[r][v] = Simd::fma(Simd::set(s[r * lds + j]), x, acc[r][v]);
     }
   };
-  if constexpr (KEYS > 0) {
+  int j = 0;
+  for (; j + kKeysUnrolled <= keys; j += kKeysUnrolled) {
     ahead.step();
-#pragma GCC unroll 8
-    for (int j = 0; j < KEYS; ++j) add(j);
-  } else {
-    int j = 0;
-    for (; j + kKeysUnrolled <= keys; j += kKeysUnrolled) {
-      ahead.step();
 #pragma GCC unroll 4
-      for (int n = 0; n < kKeysUnrolled; ++n) add(j + n);
-    }
-#pragma GCC unroll 1
-    for (; j < keys; ++j) add(j);
+    for (int n = 0; n < kKeysUnrolled; ++n) add(j + n);
   }
+#pragma GCC unroll 1
+  for (; j < keys; ++j) add(j);
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
@@ -322,19 +321,18 @@ __attribute__((noinline)) void add_weighted_tail(const char *const *values, int 
 }
 
 // The same for all `dim` columns.
-template <class Element, int KEYS, int ROWS, class Prefetch>
+template <class Element, int ROWS, class Prefetch>
 FA_INLINE void add_weighted_rows(const char *const *values, int keys, int64_t offset, int64_t dim, const float *s, int64_t lds,
                                  float *o, int64_t ldo, Prefetch &ahead) {
-  constexpr int kMost = kBlockSums / ROWS < 8 ? kBlockSums / ROWS : 8;
+  constexpr int kMost = kBlockSums / ROWS < kMostBlockVectors ? kBlockSums / ROWS : kMostBlockVectors;
   const int64_t vectors = dim / kWidth;
   int64_t v = 0;
   for (; v + kMost <= vectors; v += kMost)
-    add_weighted<Element, KEYS, ROWS, kMost>(values, keys, offset, v * kWidth, s, lds, o, ldo, ahead);
+    add_weighted<Element, ROWS, kMost>(values, keys, offset, v * kWidth, s, lds, o, ldo, ahead);
   if constexpr (kMost > 2) {
-    for (; v + 2 <= vectors; v += 2)
-      add_weighted<Element, KEYS, ROWS, 2>(values, keys, offset, v * kWidth, s, lds, o, ldo, ahead);
+    for (; v + 2 <= vectors; v += 2) add_weighted<Element, ROWS, 2>(values, keys, offset, v * kWidth, s, lds, o, ldo, ahead);
   }
-  for (; v < vectors; ++v) add_weighted<Element, KEYS, ROWS, 1>(values, keys, offset, v * kWidth, s, lds, o, ldo, ahead);
+  for (; v < vectors; ++v) add_weighted<Element, ROWS, 1>(values, keys, offset, v * kWidth, s, lds, o, ldo, ahead);
   const int n = static_cast<int>(dim - vectors * kWidth);
   if (n > 0) add_weighted_tail<Element>(values, keys, offset, vectors * kWidth, n, s, lds, ROWS, o, ldo);
 }
@@ -344,7 +342,7 @@ template <class Element>
 __attribute__((noinline)) void add_weighted_row(const char *value, int64_t dim, const float *s, float *o) {
   const char *const values[1] = {value};
   NoAhead ahead;
-  add_weighted_rows<Element, 1, 1>(values, 1, 0, dim, s, 0, o, 0, ahead);
+  add_weighted_rows<Element, 1>(values, 1, 0, dim, s, 0, o, 0, ahead);
 }
 
 }  // namespace fa::cpu::FA_ISA

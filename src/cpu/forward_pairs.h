@@ -8,10 +8,10 @@
 
 namespace fa::cpu::FA_ISA {
 
-// ROWS rows and NV pairs of vectors from column c on; p[r * ldp + i] is P of keys 2 i and 2 i + 1.
+// ROWS rows and NV pairs of vectors from column c on of values that lie at values[n] + offset; p[r * ldp + i] is P of keys 2 i and 2 i + 1.
 template <int ROWS, int NV>
-FA_INLINE void add_pairs(const char *const *values, int pairs, int64_t c, int64_t dim, const uint32_t *p, int64_t ldp, float *o,
-                         int64_t ldo, Ahead &ahead) {
+FA_INLINE void add_pairs(const char *const *values, int pairs, int64_t offset, int64_t c, int64_t dim, const uint32_t *p,
+                         int64_t ldp, float *o, int64_t ldo, Ahead &ahead) {
   F acc[ROWS][2 * NV];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
@@ -20,8 +20,8 @@ FA_INLINE void add_pairs(const char *const *values, int pairs, int64_t c, int64_
   }
   for (int i = 0; i < pairs; ++i) {
     ahead.step();
-    const auto *even = reinterpret_cast<const uint16_t *>(values[2 * i]),
-               *odd = reinterpret_cast<const uint16_t *>(values[2 * i + 1]);
+    const auto *even = reinterpret_cast<const uint16_t *>(values[2 * i] + offset),
+               *odd = reinterpret_cast<const uint16_t *>(values[2 * i + 1] + offset);
 #pragma GCC unroll 8
     for (int v = 0; v < NV; ++v) {
       I left, right;
@@ -41,19 +41,23 @@ FA_INLINE void add_pairs(const char *const *values, int pairs, int64_t c, int64_
   }
 }
 
-// The same for any rows and all `dim` columns; rows of o have as many as a multiple of 2 kWidth.
-__attribute__((noinline)) inline void add_pair_rows(const char *const *values, int pairs, int64_t dim, int64_t rows,
-                                                    const uint32_t *p, int64_t ldp, float *o, int64_t ldo, Ahead &ahead) {
-  for_row_groups<kMostBlockRows>(
-      rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
-        constexpr int kMost = kBlockSums / ROWS / 2 < 4 ? kBlockSums / ROWS / 2 : 4;
-        const uint32_t *w = p + r * ldp;
-        float *to = o + r * ldo;
-        int64_t c = 0;
-        for (; c + kMost * 2 * kWidth <= dim; c += kMost * 2 * kWidth)
-          add_pairs<ROWS, kMost>(values, pairs, c, INT64_MAX, w, ldp, to, ldo, ahead);
-        for (; c < dim; c += 2 * kWidth) add_pairs<ROWS, 1>(values, pairs, c, dim, w, ldp, to, ldo, ahead);
-      });
+// The same for heads of `rows` rows each, whose values lie `head_bytes` apart, and all `dim` columns; rows of o have as many as a multiple of
+// 2 kWidth.
+__attribute__((noinline)) inline void add_pair_rows(const char *const *values, int pairs, int64_t offset, int64_t head_bytes,
+                                                    int64_t heads, int64_t dim, int64_t rows, const uint32_t *p, int64_t ldp,
+                                                    float *o, int64_t ldo, Ahead &ahead) {
+  for (int64_t h = 0; h < heads; ++h, offset += head_bytes, p += rows * ldp, o += rows * ldo) {
+    for_row_groups<kMostBlockRows>(
+        rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+          constexpr int kMost = kBlockSums / ROWS / 2 < 4 ? kBlockSums / ROWS / 2 : 4;
+          const uint32_t *w = p + r * ldp;
+          float *to = o + r * ldo;
+          int64_t c = 0;
+          for (; c + kMost * 2 * kWidth <= dim; c += kMost * 2 * kWidth)
+            add_pairs<ROWS, kMost>(values, pairs, offset, c, INT64_MAX, w, ldp, to, ldo, ahead);
+          for (; c < dim; c += 2 * kWidth) add_pairs<ROWS, 1>(values, pairs, offset, c, dim, w, ldp, to, ldo, ahead);
+        });
+  }
 }
 
 // A row of floats rounded to bf16 in its own place. Columns [n, round_up(n, 2 kWidth)) become zero.

@@ -230,7 +230,7 @@ class SameBitsSegment {
   void outputs(int64_t first, Range keys, const bool *marked, Chosen chosen) {
     const HeadRows rows = head_rows(p_, p_.v, head_, split_, keys), next = head_rows(p_, p_.k, head_, split_, after(keys));
     const Factors factors = factors_of(p_, p_.v_descale, head_.b, split_.first, head_.keys.start);
-    Ahead ahead(rows, next, blocks_of(split_.rows, kPieceKeys * p_.head_dim_v / kWidth / kKeysUnrolled));
+    Ahead ahead(rows, next, blocks_of(split_.rows, kPieceKeys * p_.head_dim_v / kWidth / kKeysUnrolled, kMostBlockVectors));
     for_pieces(rows.rows, keys.begin, keys.end, [&](const KeyPiece &piece) {
       ahead.begin(piece);
       for (int64_t h = 0; h < split_.count; ++h) {
@@ -258,10 +258,10 @@ class SameBitsSegment {
             }
             at[n] = reinterpret_cast<const char *>(to);
           }
-          add_values<ElementF32>(at, count, 0, p_.head_dim_v, split_.rows, w, kBlockKeys, o, area_.ldo, masked, ahead);
+          add_values<ElementF32>(at, count, 0, 0, 1, p_.head_dim_v, split_.rows, w, kBlockKeys, o, area_.ldo, masked, ahead);
         } else {
-          add_values<Element>(piece.rows + seen.begin, count, h * rows.head_bytes, p_.head_dim_v, split_.rows, w, kBlockKeys, o,
-                              area_.ldo, masked, ahead);
+          add_values<Element>(piece.rows + seen.begin, count, h * rows.head_bytes, 0, 1, p_.head_dim_v, split_.rows, w,
+                              kBlockKeys, o, area_.ldo, masked, ahead);
         }
       }
     });
@@ -296,18 +296,26 @@ class SameBitsSegment {
         round_in_place(area_.s + r * kBlockKeys + begin, round_up(seen.end, kNr) - begin);
       }
     }
-    Ahead ahead(rows, next, blocks_of(split_.rows, kPieceKeys * p_.head_dim_v / (2 * kWidth)));
+    Ahead ahead(rows, next, blocks_of(split_.rows, kPieceKeys * p_.head_dim_v / (2 * kWidth), kMostBlockVectors));
     for_pieces(rows.rows, keys.begin, keys.end, [&](const KeyPiece &piece) {
       ahead.begin(piece);
+      const auto begin_of = [&](int64_t h) { return st_.keys[strip_of_head(h)].begin / kNr * kNr; };
+      const auto add = [&](const char *const *values, int64_t h, int64_t heads) {
+        const int64_t begin = begin_of(h);
+        const auto *p = reinterpret_cast<const uint32_t *>(area_.s + h * split_.rows * kBlockKeys + begin) +
+                        (piece.first - first - begin) / 2;
+        add_pair_rows(values, kPieceKeys / 2, 0, rows.head_bytes, heads, p_.head_dim_v, split_.rows, p, kBlockKeys,
+                      area_.o + h * split_.rows * area_.ldo, area_.ldo, ahead);
+      };
+      bool alike = !any;  // all heads see all of the piece, and have P in the same columns
+      for (int64_t h = 0; h < split_.count && alike; ++h)
+        alike = seen_of(piece, first, h).size() == kPieceKeys && begin_of(h) == begin_of(0);
+      if (alike) return add(piece.rows, 0, split_.count);
       for (int64_t h = 0; h < split_.count; ++h) {
         const Range seen = seen_of(piece, first, h);
         if (seen.empty() || as_floats[h]) continue;
         const PieceValues values(piece, static_cast<int>(seen.begin), static_cast<int>(seen.end), h * rows.head_bytes);
-        const int64_t strip_begin = st_.keys[strip_of_head(h)].begin / kNr * kNr;
-        const auto *p = reinterpret_cast<const uint32_t *>(area_.s + h * split_.rows * kBlockKeys + strip_begin) +
-                        (piece.first - first - strip_begin) / 2;
-        add_pair_rows(values.rows, kPieceKeys / 2, p_.head_dim_v, split_.rows, p, kBlockKeys,
-                      area_.o + h * split_.rows * area_.ldo, area_.ldo, ahead);
+        add(values.rows, h, 1);
       }
     });
     ahead.finish();

@@ -51,38 +51,31 @@ FA_INLINE void for_visited_pieces(const Rows &source, int64_t first, const Visit
   for (int n = 0; n < visited.count; ++n) for_pieces(source, first + visited.runs[n].begin, first + visited.runs[n].end, body);
 }
 
-// O += P V of some rows of a head and `count` values, which lie at values[n] + offset. masked[r] says whether a P of row r may be
-// marked as masked.
+// O += P V of heads of `rows` rows each and `count` values, which lie at values[n] + offset for the first head and `head_bytes` further for the
+// next. masked[r] says whether a P of row r may be marked as masked.
 template <class Element>
-__attribute__((noinline)) void add_values(const char *const *values, int count, int64_t offset, int64_t dim, int64_t rows,
-                                          const float *p, int64_t ldp, float *o, int64_t ldo, const bool *masked,
-                                          Ahead &ahead) {
-  for_row_groups<kMostBlockRows>(
-      rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
-        const float *w = p + r * ldp;
-        float *to = o + r * ldo;
-        bool some_masked = false;
-        for (int i = 0; i < ROWS; ++i) some_masked |= masked[r + i];
-        if (__builtin_expect(!some_masked, 1)) {
-          if constexpr (sizeof(typename Element::Type) == 1) {
-            int n = 0;
-            for (; n + kByteKeys <= count; n += kByteKeys)
-              add_weighted_rows<Element, kByteKeys, ROWS>(values + n, kByteKeys, offset, dim, w + n, ldp, to, ldo, ahead);
-            for (; n < count; ++n) {
-              for (int i = 0; i < ROWS; ++i) add_weighted_row<Element>(values[n] + offset, dim, w + i * ldp + n, to + i * ldo);
+__attribute__((noinline)) void add_values(const char *const *values, int count, int64_t offset, int64_t head_bytes,
+                                          int64_t heads, int64_t dim, int64_t rows, const float *p, int64_t ldp, float *o,
+                                          int64_t ldo, const bool *masked, Ahead &ahead) {
+  for (int64_t h = 0; h < heads; ++h, offset += head_bytes, p += rows * ldp, o += rows * ldo, masked += rows) {
+    for_row_groups<kMostBlockRows>(
+        rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+          const float *w = p + r * ldp;
+          float *to = o + r * ldo;
+          bool some_masked = false;
+          for (int i = 0; i < ROWS; ++i) some_masked |= masked[r + i];
+          if (__builtin_expect(!some_masked, 1)) {
+            add_weighted_rows<Element, ROWS>(values, count, offset, dim, w, ldp, to, ldo, ahead);
+            return;
+          }
+          for (int i = 0; i < ROWS; ++i) {
+            for (int n = 0; n < count; ++n) {
+              if (is_masked_p(w[i * ldp + n])) continue;
+              add_weighted_row<Element>(values[n] + offset, dim, w + i * ldp + n, to + i * ldo);
             }
-          } else {
-            add_weighted_rows<Element, 0, ROWS>(values, count, offset, dim, w, ldp, to, ldo, ahead);
           }
-          return;
-        }
-        for (int i = 0; i < ROWS; ++i) {
-          for (int n = 0; n < count; ++n) {
-            if (is_masked_p(w[i * ldp + n])) continue;
-            add_weighted_row<Element>(values[n] + offset, dim, w + i * ldp + n, to + i * ldo);
-          }
-        }
-      });
+        });
+  }
 }
 
 // A split in a worker's scratch memory. Row h * rows + r of each array is row r of head first + h.
@@ -127,7 +120,7 @@ template <class Product>
 inline void vector_scores(const ForwardProblem &p, const Head &head, const VectorSplit &split, const VisitedKeys &visited,
                           const VectorArea &area, Range heads, const typename Product::Query *q, int64_t ldq) {
   const HeadRows keys = head_rows(p, p.k, head, split, split.keys), values = head_rows(p, p.v, head, split, split.keys);
-  Ahead ahead(keys, values, blocks_of(split.rows, kPieceKeys));
+  Ahead ahead(keys, values, blocks_of(split.rows, kPieceKeys, kOneRowKeys));
   for_visited_pieces(keys.rows, split.keys.begin, visited, [&](const KeyPiece &piece) {
     ahead.begin(piece);
     for (int64_t h = heads.begin; h < heads.end; ++h) {

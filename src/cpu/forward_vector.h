@@ -100,24 +100,25 @@ inline void scale_by_factors(const Factors &factors, int64_t head_stride, const 
   }
 }
 
+// n numbers, in whole vectors, times `factor`.
+inline void multiply(float *x, int64_t n, float factor) {
+  for (int64_t i = 0; i < n; i += kWidth) Simd::store(x + i, Simd::mul(Simd::load(x + i), Simd::set(factor)));
+}
+
 // O = P V of heads [heads.begin, heads.end) of the split; masked[row] says whether a P of that row is marked as masked.
 template <class Element>
 inline void vector_outputs(const ForwardProblem &p, const Head &head, const VectorSplit &split, const VisitedKeys &visited,
                            const VectorArea &area, const bool *masked, Range heads) {
   constexpr int64_t kLds = VectorArea::kLds;
   const HeadRows values = head_rows(p, p.v, head, split, split.keys), next = head_rows(p, p.k, head, split, after(head, split));
-  Ahead ahead(values, next,
-              blocks_of(split.rows, kPieceKeys * p.head_dim_v / kWidth /
-                                        (sizeof(typename Element::Type) == 1 ? kByteKeys : kKeysUnrolled)));
+  const int64_t row = heads.begin * split.rows;
+  Ahead ahead(values, next, blocks_of(split.rows, kPieceKeys * p.head_dim_v / kWidth / kKeysUnrolled, kMostBlockVectors));
   clear_outputs(split, area, heads);
   for_visited_pieces(values.rows, split.keys.begin, visited, [&](const KeyPiece &piece) {
     ahead.begin(piece);
-    for (int64_t h = heads.begin; h < heads.end; ++h) {
-      const int64_t row = h * split.rows;
-      add_values<Element>(piece.rows, piece.count, h * values.head_bytes, p.head_dim_v, split.rows,
-                          area.s + row * kLds + piece.first - split.keys.begin, kLds, area.o + row * area.ldo, area.ldo,
-                          masked + row, ahead);
-    }
+    add_values<Element>(piece.rows, piece.count, heads.begin * values.head_bytes, values.head_bytes, heads.size(), p.head_dim_v,
+                        split.rows, area.s + row * kLds + piece.first - split.keys.begin, kLds, area.o + row * area.ldo,
+                        area.ldo, masked + row, ahead);
   });
   ahead.finish();
 }
@@ -153,7 +154,11 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
     bool done[kVectorScratchRows] = {};
     if (on_tiles) tiles.scores(head, split, visited, area, done);
     for_runs_of<false>(done, split.count, [&](Range heads) {
-      vector_scores<WidenedProduct<Element>>(p, head, split, visited, area, heads, area.q, area.ldq);
+      vector_scores<WidenedProduct<typename InUnits<Element>::Type>>(p, head, split, visited, area, heads, area.q, area.ldq);
+      if constexpr (InUnits<Element>::kUnit != 1.0f) {
+        for (int64_t row = heads.begin * split.rows; row < heads.end * split.rows; ++row)
+          multiply(area.s + row * lds, keys.size(), InUnits<Element>::kUnit);
+      }
     });
     if constexpr (Element::kQuantised) {
       scale_by_factors<false>(factors_of(p, p.k_descale, head.b, split.first, head.keys.start), p.k_descale.factors.head_stride,
@@ -191,8 +196,12 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
                              split, visited, area);
     }
     if (on_tiles) tiles.outputs(head, split, visited, area, masked, done);
-    for_runs_of<false>(done, split.count,
-                       [&](Range heads) { vector_outputs<Element>(p, head, split, visited, area, masked, heads); });
+    for_runs_of<false>(done, split.count, [&](Range heads) {
+      vector_outputs<typename InUnits<Element>::Type>(p, head, split, visited, area, masked, heads);
+      if constexpr (InUnits<Element>::kUnit != 1.0f) {
+        multiply(area.o + heads.begin * split.rows * area.ldo, heads.size() * split.rows * area.ldo, InUnits<Element>::kUnit);
+      }
+    });
   });
   for (int64_t row = 0; row < rows; ++row) put(row, results[row]);
 }

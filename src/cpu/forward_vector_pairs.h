@@ -57,18 +57,20 @@ class VectorTiles {
                   Range heads) const {
     const HeadRows rows = head_rows(p_, p_.v, head, split, split.keys),
                    next = head_rows(p_, p_.k, head, split, after(head, split));
-    Ahead ahead(rows, next, blocks_of(split.rows, kPieceKeys * p_.head_dim_v / (2 * kWidth)));
+    Ahead ahead(rows, next, blocks_of(split.rows, kPieceKeys * p_.head_dim_v / (2 * kWidth), kMostBlockVectors));
     clear_outputs(split, area, heads);
     for_visited_pieces(rows.rows, split.keys.begin, visited, [&](const KeyPiece &piece) {
       ahead.begin(piece);
-      for (int64_t h = heads.begin; h < heads.end; ++h) {
-        const int64_t row = h * split.rows;
-        const PieceValues values(piece, 0, piece.count, h * rows.head_bytes);
+      const auto add = [&](const char *const *values, int64_t offset, Range some) {
+        const int64_t row = some.begin * split.rows;
         add_pair_rows(
-            values.rows, (piece.count + 1) / 2, p_.head_dim_v, split.rows,
+            values, (piece.count + 1) / 2, offset, rows.head_bytes, some.size(), p_.head_dim_v, split.rows,
             reinterpret_cast<const uint32_t *>(area.s + row * VectorArea::kLds) + (piece.first - split.keys.begin) / 2,
             VectorArea::kLds, area.o + row * area.ldo, area.ldo, ahead);
-      }
+      };
+      if (piece.count % 2 == 0) return add(piece.rows, heads.begin * rows.head_bytes, heads);
+      for (int64_t h = heads.begin; h < heads.end; ++h)
+        add(PieceValues(piece, 0, piece.count, h * rows.head_bytes).rows, 0, {h, h + 1});
     });
     ahead.finish();
   }

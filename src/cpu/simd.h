@@ -162,7 +162,7 @@ struct ElementE4m3 {
   using Type = uint8_t;
   static constexpr bool kQuantised = true;
   static constexpr float kLargest = 448.0f;
-  static FA_INLINE F load(const Type *p) { return Simd::load_e4m3(p); }
+  static FA_INLINE F load(const Type *p) { return Simd::mul(Simd::load_e4m3_units(p), Simd::set(Simd::kE4m3Unit)); }
   static FA_INLINE F load(const Type *p, int n) {
     Type buffer[kWidth] = {0};
     __builtin_memcpy(buffer, p, static_cast<size_t>(n));
@@ -208,6 +208,28 @@ struct ElementI8 {
     store(buffer, x);
     __builtin_memcpy(p, buffer, static_cast<size_t>(n));
   }
+};
+
+// e4m3 in units of Simd::kE4m3Unit, which take an instruction less to load than whole numbers.
+struct ElementE4m3Units {
+  using Type = uint8_t;
+  static FA_INLINE F load(const Type *p) { return Simd::load_e4m3_units(p); }
+  static FA_INLINE F load(const Type *p, int n) {
+    Type buffer[kWidth] = {0};
+    __builtin_memcpy(buffer, p, static_cast<size_t>(n));
+    return load(buffer);
+  }
+};
+// What sums of products take in place of Element. They are multiplied by kUnit at the end, which changes no bit of them.
+template <class Element>
+struct InUnits {
+  using Type = Element;
+  static constexpr float kUnit = 1.0f;
+};
+template <>
+struct InUnits<ElementE4m3> {
+  using Type = ElementE4m3Units;
+  static constexpr float kUnit = Simd::kE4m3Unit;
 };
 
 }  // namespace fa::cpu::FA_ISA

@@ -136,13 +136,14 @@ struct Simd {
     _mm_storel_epi64(reinterpret_cast<__m128i *>(p), _mm_packus_epi16(words, words));
   }
 
-  // e4m3 by way of fp16, which has its numbers times 2^-8. The sum carries into the highest bit of the exponent where exponent and
-  // fraction are all ones: that NaN is one of fp16, too.
-  static FA_INLINE F load_e4m3(const uint8_t *p) {
+  // e4m3 in units of kE4m3Unit, which fp16 has: its exponents are those of e4m3, less 8. The sum carries into the highest bit of the exponent
+  // where exponent and fraction are all ones: that NaN is one of fp16, too.
+  static constexpr float kE4m3Unit = 256.0f;
+  static FA_INLINE F load_e4m3_units(const uint8_t *p) {
     const __m128i wide = _mm_cvtepi8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p)));
     const __m128i shifted = _mm_slli_epi16(wide, 7), sum = _mm_add_epi16(shifted, _mm_set1_epi16(0x80));
     const __m128i half = _mm_xor_si128(shifted, _mm_and_si128(sum, _mm_set1_epi16(0x4000)));
-    return mul(_mm256_cvtph_ps(half), set(256.0f));
+    return _mm256_cvtph_ps(half);
   }
   static FA_INLINE F load_f16(const uint16_t *p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));

@@ -137,13 +137,14 @@ struct Simd {
     _mm_storeu_si128(reinterpret_cast<__m128i *>(p), _mm512_cvtepi32_epi8(x));
   }
 
-  // e4m3 by way of fp16, which has its numbers times 2^-8. The sum carries into the highest bit of the exponent where exponent and
-  // fraction are all ones: that NaN is one of fp16, too.
-  static FA_INLINE F load_e4m3(const uint8_t *p) {
+  // e4m3 in units of kE4m3Unit, which fp16 has: its exponents are those of e4m3, less 8. The sum carries into the highest bit of the exponent
+  // where exponent and fraction are all ones: that NaN is one of fp16, too.
+  static constexpr float kE4m3Unit = 256.0f;
+  static FA_INLINE F load_e4m3_units(const uint8_t *p) {
     const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));
     const __m256i shifted = _mm256_slli_epi16(wide, 7), sum = _mm256_add_epi16(shifted, _mm256_set1_epi16(0x80));
     const __m256i half = _mm256_xor_si256(shifted, _mm256_and_si256(sum, _mm256_set1_epi16(0x4000)));
-    return mul(_mm512_cvtph_ps(half), set(256.0f));
+    return _mm512_cvtph_ps(half);
   }
   static FA_INLINE F load_f16(const uint16_t *p) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));

@@ -136,12 +136,13 @@ struct Simd {
     __builtin_memcpy(p, &bytes, sizeof bytes);
   }
 
-  // e4m3 by way of fp16, which has its numbers times 2^-8. The sum carries into the highest bit of the exponent where exponent and
-  // fraction are all ones: that NaN is one of fp16, too.
-  static FA_INLINE F load_e4m3(const uint8_t *p) {
+  // e4m3 in units of kE4m3Unit, which fp16 has: its exponents are those of e4m3, less 8. The sum carries into the highest bit of the exponent
+  // where exponent and fraction are all ones: that NaN is one of fp16, too.
+  static constexpr float kE4m3Unit = 256.0f;
+  static FA_INLINE F load_e4m3_units(const uint8_t *p) {
     const uint16x4_t shifted = vshl_n_u16(vreinterpret_u16_s16(four_i8(reinterpret_cast<const int8_t *>(p))), 7);
     const uint16x4_t carry = vand_u16(vadd_u16(shifted, vdup_n_u16(0x80)), vdup_n_u16(0x4000));
-    return mul(vcvt_f32_f16(vreinterpret_f16_u16(veor_u16(shifted, carry))), set(256.0f));
+    return vcvt_f32_f16(vreinterpret_f16_u16(veor_u16(shifted, carry)));
   }
   static FA_INLINE F load_f16(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
   static FA_INLINE void store_f16(uint16_t *p, F x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
@@ -155,7 +156,7 @@ struct Simd {
     const int16x8_t x = vmovl_s8(vld1_s8(p));
     return upper_halves(vcvtq_f32_s32(vmovl_s16(vget_low_s16(x))), vcvtq_f32_s32(vmovl_high_s16(x)));
   }
-  // By way of fp16, as load_e4m3.
+  // By way of fp16, as load_e4m3_units.
   static FA_INLINE I e4m3_to_bf16(const uint8_t *p) {
     const uint16x8_t shifted = vreinterpretq_u16_s16(vshll_n_s8(vld1_s8(reinterpret_cast<const int8_t *>(p)), 7));
     const uint16x8_t carry = vandq_u16(vaddq_u16(shifted, vdupq_n_u16(0x80)), vdupq_n_u16(0x4000));

@@ -141,7 +141,8 @@ struct Simd {
     for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint8_t>(x[i]);
   }
 
-  static FA_INLINE F load_e4m3(const uint8_t *p) {
+  static constexpr float kE4m3Unit = 1.0f;
+  static FA_INLINE F load_e4m3_units(const uint8_t *p) {
     const I byte = {p[0], p[1], p[2], p[3]}, magnitude = byte & iset(0x7F);
     // Exponent and fraction where fp32 has them; subnormals are multiples of 2^-9. (A product with 2^120 would do both, but its factor
     // is then a subnormal of fp32, which costs a processor a hundred cycles.)

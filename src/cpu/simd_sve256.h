@@ -132,12 +132,13 @@ struct Simd {
   static FA_INLINE I iload_i8(const int8_t *p) { return svld1sb_u32(all(), p); }
   static FA_INLINE void istore_u8(uint8_t *p, I x) { svst1b_u32(all(), p, x); }
 
-  // e4m3 by way of fp16, which has its numbers times 2^-8. The sum carries into the highest bit of the exponent where exponent and
-  // fraction are all ones: that NaN is one of fp16, too.
-  static FA_INLINE F load_e4m3(const uint8_t *p) {
+  // e4m3 in units of kE4m3Unit, which fp16 has: its exponents are those of e4m3, less 8. The sum carries into the highest bit of the exponent
+  // where exponent and fraction are all ones: that NaN is one of fp16, too.
+  static constexpr float kE4m3Unit = 256.0f;
+  static FA_INLINE F load_e4m3_units(const uint8_t *p) {
     const I shifted = shl<7>(iload_i8(reinterpret_cast<const int8_t *>(p)));
     const I carry = iand(iadd(shifted, iset(0x80)), iset(0x4000));
-    return mul(from_f16(ixor(shifted, carry)), set(256.0f));
+    return from_f16(ixor(shifted, carry));
   }
   static FA_INLINE F load_f16(const uint16_t *p) { return from_f16(svld1uh_u32(all(), p)); }
   static FA_INLINE void store_f16(uint16_t *p, F x) { svst1h_u32(all(), p, svreinterpret_u32_f16(svcvt_f16_f32_x(all(), x))); }
