@@ -314,11 +314,22 @@ TEST(CudaPlanHopper, WideHeads) {
            {264, 264, "d320", "d384g"}, {64, 320, "d320", "d384g"}, {328, 8, "d384", "d384g"}, {384, 512, "d512", "d512g"}}) {
     MaskedProblem p = problem(1000, 900, head_dim);
     p.head_dim_v = head_dim_v;
-    const ForwardPlan forward = forward_plan(p, h200());
-    EXPECT_EQ(kernel_name(p, forward), "sm90_fwd_bf16_" + name);
-    EXPECT_EQ(forward.tiles, 8 * p.heads_q * p.batch);
-    EXPECT_EQ(forward.blocks, 2 * forward.tiles) << "a cluster for each";
-    EXPECT_EQ(forward.counters, 0);
+    // Up to 320 columns: clusters for few tiles of queries, which under a causal mask take the longest one's time.
+    for (const bool causal : {false, true})
+      for (const int64_t heads : {8, 9, 16, 17}) {
+        MaskedProblem q = p;
+        q.heads_q = q.heads_k = heads;
+        q.batch = q.group = 1;
+        if (causal) q.band.right = 0;
+        const bool clusters = name != "d320" || 8 * heads * (causal ? 1 : 2) <= h200().multiprocessors;
+        const ForwardPlan forward = forward_plan(q, h200());
+        EXPECT_EQ(kernel_name(q, forward), "sm90_fwd_bf16_" + (name == "d320" && clusters ? "d320c" : name)) << heads;
+        EXPECT_EQ(forward.tiles, 8 * heads);
+        EXPECT_EQ(forward.blocks, clusters ? 2 * forward.tiles : std::min(forward.tiles, h200().multiprocessors));
+        EXPECT_EQ(forward.counters, forward.blocks < forward.tiles ? 2 : 0);
+        q.softcap = 30;
+        EXPECT_EQ(kernel_name(q, forward_plan(q, h200())), clusters ? "sm90_fwd_bf16_d512g" : "sm90_fwd_bf16_d320g");
+      }
     BackwardProblem b = backward_of(p);
     const BackwardPlan plan = backward_plan(b, h200());
     EXPECT_EQ(kernel_name(b, plan), "sm90_bwd_bf16_" + name);

@@ -115,9 +115,10 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   FA_RETURN_IF_ERROR(
       describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, 64, params.q_map, error));
   const auto describe = [&](const char *name, const Operand &tensor, int64_t columns, int32_t box_atoms, CUtensorMap &map) {
-    return shape.wide() ? describe_kv(memory.driver, name, p, tensor, columns, box_atoms * 64, shape.kv_tile, map, error)
-                        : describe_rows(memory.driver, name, tensor, p.k_lengths, p.batch, p.heads_k, columns, shape.kv_tile,
-                                        map, error);
+    return shape.wide() || (box_atoms > 1 && columns % 64 == 0)
+               ? describe_kv(memory.driver, name, p, tensor, columns, box_atoms * 64, shape.kv_tile, map, error)
+               : describe_rows(memory.driver, name, tensor, p.k_lengths, p.batch, p.heads_k, columns, shape.kv_tile, map,
+                               error);
   };
   FA_RETURN_IF_ERROR(describe("k", p.k, p.head_dim, shape.k_box_atoms, params.k_map));
   if (shape.fp8) {

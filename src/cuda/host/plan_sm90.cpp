@@ -35,10 +35,18 @@ void set_l2_groups(const ForwardProblem &p, const Device &device, const sm90::Fo
   if (one_head) plan.heads_per_l2_group = 1;
 }
 
+// Above head_dim 256: whether CTAs with half as many rows, in clusters, finish before persistent CTAs do: those leave SMs idle, or under a
+// causal mask wait for the longest work tile.
+bool has_few_tiles(const ForwardProblem &p, const Device &device, const sm90::ForwardShape &shape, bool causal) {
+  const int64_t tiles = ceil_div(p.q_lengths.max_len, shape.rows()) * p.heads_q * p.batch;
+  return tiles * (causal ? 1 : 2) <= device.multiprocessors;
+}
+
 }  // namespace
 
 bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
   const bool causal = is_causal(p);
+  const KernelRow *chosen = nullptr;
   for (const KernelRow &kernel : candidates(Family::sm90, Pass::forward, needs)) {
     const sm90::ForwardShape &shape = sm90::kForwardShapes[kernel.shape];
     const bool triangle = causal && p.k_lengths.max_len <= shape.max_causal;
@@ -47,28 +55,32 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
         (p.block_lists.given && shape.is_too_coarse(p.block_lists.size_k))) {
       continue;
     }
-    const int64_t row_blocks = ceil_div(p.q_lengths.max_len, shape.rows());
-    if (p.heads_q * p.batch > INT32_MAX / 2 / row_blocks) return false;
-    const int64_t transposed_v_keys = shape.fp8 ? sm90::transposed_v_keys(p.k_lengths, p.batch) : 0;
-    if (transposed_v_keys > INT32_MAX) return false;
-    plan.family = Family::sm90;
-    plan.shape = kernel.shape;
-    plan.row_blocks = static_cast<int32_t>(row_blocks);
-    plan.tiles = static_cast<int32_t>(row_blocks * p.heads_q * p.batch);
-    plan.blocks = shape.persistent() ? std::min(plan.tiles, device.multiprocessors * shape.blocks_at_once())
-                                     : plan.tiles * shape.cluster();
-    plan.counters = plan.tiles > plan.blocks ? 2 : 0;
-    set_l2_groups(p, device, shape, plan);
-    // wgmma wants 8-bit V transposed: a kernel writes V^T to the workspace first.
-    plan.transposed_v_keys = transposed_v_keys;
-    plan.workspace_bytes = static_cast<size_t>((p.k_lengths.cu != nullptr ? 1 : p.batch) * p.heads_k * p.head_dim_v) *
-                           static_cast<size_t>(transposed_v_keys);
-    plan.tma_kv = true;
-    plan.tma_out = shape.out_atoms > 0 && is_tma_compatible(p.out, p.q_lengths, p.head_dim_v);
-    plan.reason = hopper_reason(shape.scores);
-    return true;
+    if (chosen != nullptr && !shape.wide()) continue;
+    chosen = &kernel;
+    if (shape.head_dim <= 256 || shape.wide() || !has_few_tiles(p, device, shape, causal)) break;
   }
-  return false;
+  if (chosen == nullptr) return false;
+  const sm90::ForwardShape &shape = sm90::kForwardShapes[chosen->shape];
+  const int64_t row_blocks = ceil_div(p.q_lengths.max_len, shape.rows());
+  if (p.heads_q * p.batch > INT32_MAX / 2 / row_blocks) return false;
+  const int64_t transposed_v_keys = shape.fp8 ? sm90::transposed_v_keys(p.k_lengths, p.batch) : 0;
+  if (transposed_v_keys > INT32_MAX) return false;
+  plan.family = Family::sm90;
+  plan.shape = chosen->shape;
+  plan.row_blocks = static_cast<int32_t>(row_blocks);
+  plan.tiles = static_cast<int32_t>(row_blocks * p.heads_q * p.batch);
+  plan.blocks =
+      shape.persistent() ? std::min(plan.tiles, device.multiprocessors * shape.blocks_at_once()) : plan.tiles * shape.cluster();
+  plan.counters = plan.tiles > plan.blocks ? 2 : 0;
+  set_l2_groups(p, device, shape, plan);
+  // wgmma wants 8-bit V transposed: a kernel writes V^T to the workspace first.
+  plan.transposed_v_keys = transposed_v_keys;
+  plan.workspace_bytes = static_cast<size_t>((p.k_lengths.cu != nullptr ? 1 : p.batch) * p.heads_k * p.head_dim_v) *
+                         static_cast<size_t>(transposed_v_keys);
+  plan.tma_kv = true;
+  plan.tma_out = shape.out_atoms > 0 && is_tma_compatible(p.out, p.q_lengths, p.head_dim_v);
+  plan.reason = hopper_reason(shape.scores);
+  return true;
 }
 
 // Hopper's kernel works on whole tiles of queries of one head, each with all of its keys. Others do better with a few queries, which wait for

@@ -99,7 +99,7 @@ std::vector<Case> cases() {
       for (const Scores scores : kinds) {
         const bool blocks = scores == kMasks || scores == kBlocks;
         const bool alone = blocks || scores == kDropoutAlone || scores == kBiasAlone || scores == kLargest;
-        if (alone && (dtype == FA_FLOAT32 || head_dim > 256)) continue;  // kernels for Hopper
+        if (alone && (dtype == FA_FLOAT32 || head_dim > (scores == kLargest ? 320 : 256))) continue;  // kernels for Hopper
         Case c;
         c.seed = seed_for("every kernel") + static_cast<int64_t>(all.size());
         c.dtype = dtype;
@@ -173,6 +173,14 @@ std::vector<Case> cases() {
           if (everything) c.starts = {0, 3, 75};
         }
         all.push_back(c);
+        if (head_dim == 320 && dtype != FA_FLOAT32 && (scores == kPlain || scores == kSmooth || scores == kLargest)) {
+          Case more = c;  // Hopper has other kernels for few tiles of queries. Of these each still has a CTA of its own
+          more.heads_q = more.heads_k = 30 / c.batch;
+          more.mask = FA_MASK_NONE;
+          more.window_left = 100;
+          more.backward = 0;
+          all.push_back(more);
+        }
         if (scores == kPlain && head_dim <= 128) {  // Hopper has other kernels for few queries
           Case longer = c;
           longer.q.seqlen = 600;

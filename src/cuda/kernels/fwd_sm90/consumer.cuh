@@ -43,7 +43,9 @@ class Consumer {
   using WorkTile = typename SharedMemory<C>::WorkTile;
   using Fragment = QkFragment<1, C::kKeys / 8>;  // of S, of one warp
   using OutFragment = QkFragment<1, C::kDv / 8>;
-  static constexpr int kPvSteps = C::kKeys / C::kMmaK;  // wgmmas of one out += P V
+  static constexpr int kPvSteps = C::kKeys / C::kMmaK;  // K steps of one out += P V
+  // A wgmma has up to 256 columns. Where out has more, a step is a wgmma for the first ones, whole swizzle atoms, and one for the rest.
+  static constexpr int kMaxColumns = 256, kFirstColumns = (C::kDv / 64 + 1) / 2 * 64;
   // fp8: e4m3 has few small numbers. P is made 2^kPExponent larger, by a maximum that much smaller. kPExponent is the largest for which a
   // lane's sum of one row, kKeys / 4 numbers of at most 2^kPExponent, stays within e4m3.
   static constexpr int kPExponent = C::kFp8 ? (C::kKeys > 96 ? 3 : 4) : 0;
@@ -438,7 +440,8 @@ class Consumer {
   // Issues S = Q K^T for the next stage of K: Q [64][D], K [kKeys][D], S [64][kKeys].
   __device__ __forceinline__ void issue_qk() {
     // With few registers: else the compiler would keep the descriptors of Q in some.
-    constexpr bool kFewRegisters = C::kFp8 || ((C::kHasScoreMod || C::kHasScoreText) && !kSpareRegisters);
+    constexpr bool kFewRegisters =
+        C::kFp8 || C::kDv > kMaxColumns || ((C::kHasScoreMod || C::kHasScoreText) && !kSpareRegisters);
     const uint64_t q = kFewRegisters ? descriptor_k_major(smem_.q(q_.stage()) + at_.wg * C::kQWarpgroupBytes)
                                      : stage_descriptor(descriptor_k_major_uniform(0), 0, q_.stage(), C::kQBytes, at_.wg,
                                                         C::kQWarpgroupBytes),
@@ -459,8 +462,14 @@ class Consumer {
     for (int n = 0; n < kPvSteps; ++n) {
       if constexpr (C::kFp8) {
         Wgmma<Element, C::kDv>::rs_k(out_, p_operand_[n], advance_descriptor(v, n * 32), n != 0 || !first);
-      } else {
+      } else if constexpr (C::kDv <= kMaxColumns) {
         Wgmma<Element, C::kDv>::rs_mn(out_, p_operand_[n], advance_descriptor(v, n * 2048), n != 0 || !first);
+      } else {
+        constexpr int kRest = C::kDv - kFirstColumns;
+        Wgmma<Element, kFirstColumns>::rs_mn(reinterpret_cast<float(&)[kFirstColumns / 2]>(out_[0]), p_operand_[n],
+                                             advance_descriptor(v, n * 2048), n != 0 || !first);
+        Wgmma<Element, kRest>::rs_mn(reinterpret_cast<float(&)[kRest / 2]>(out_[kFirstColumns / 2]), p_operand_[n],
+                                     advance_descriptor(v, kFirstColumns / 64 * C::kKeys * 128 + n * 2048), n != 0 || !first);
       }
     }
     wgmma_commit();

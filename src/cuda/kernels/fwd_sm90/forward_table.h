@@ -17,6 +17,9 @@ constexpr int32_t kMaxSharedBytes = 227 * 1024;  // of the CTAs of an SM, with 1
 // Which kernels skip left padding (unpadded_keys). Work tiles of one warpgroup are so short that the one test for it costs up to 3 %.
 constexpr bool skips_left_padding(int32_t groups, bool fp8) { return groups > 1 && !fp8; }
 
+// Which lines are forward_wide.cuh.
+constexpr bool is_wide(int32_t q_stages) { return q_stages == 0; }
+
 struct ForwardShape {
   const char *name;
   int32_t head_dim;    // bucket of q and k
@@ -31,12 +34,14 @@ struct ForwardShape {
   ScoreSet scores;      // the score terms it is built for
   bool fp8;             // Q, K and V are e4m3, and V comes transposed
   int32_t storage_bytes, score_text_storage_bytes;
-  int32_t k_box_atoms, v_box_atoms;  // of a box of K or V; above head_dim 256
+  int32_t k_box_atoms, v_box_atoms;  // of a box of K or V
 
-  // forward_wide.cuh: a cluster of two CTAs. In each, two warpgroups share 64 rows, a third one has their scores.
-  constexpr bool wide() const { return head_dim > 256; }
+  // A cluster of two CTAs. In each, two warpgroups share 64 rows, a third one has their scores.
+  constexpr bool wide() const { return is_wide(q_stages); }
   // Whether a kernel with a score text can be made of it, at run time.
-  constexpr bool takes_score_text() const { return !fp8 && !wide() && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0); }
+  constexpr bool takes_score_text() const {
+    return !fp8 && head_dim <= 256 && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
+  }
   constexpr int32_t rows() const { return groups * 64; }        // of a work tile
   constexpr int32_t cluster() const { return wide() ? 2 : 1; }  // CTAs that share a work tile
   constexpr bool persistent() const { return !wide(); }
@@ -54,7 +59,8 @@ struct ForwardShape {
 //
 // With masks as data a work tile visits every KV tile that some row of it sees. At head_dim 128 two consumer warpgroups are for block masks with
 // blocks of 128 and for masks without blocks, one is for smaller blocks. At head_dim 64 one is for all: with blocks of 128 it is within 2 % of two.
-// Above head_dim 256 the columns of stages are 0: WideStorage fills the shared memory that there is.
+// At head_dim 320 shared memory has two stages of K and V with KV tiles of 48 keys. With 64 keys and one and a half stages of V, loads are late.
+// The columns of stages are 0 for forward_wide.cuh: WideStorage fills the shared memory that there is. d320c is for few work tiles.
 // X(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8)
 // One kernel a line, as the build reads it:
 // clang-format off
@@ -79,15 +85,18 @@ struct ForwardShape {
   X(d64x, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kMaxLogit, false)    \
   X(d128x, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kMaxLogit, false)  \
   X(d256x, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMaxLogit, false)  \
+  X(d320x, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kMaxLogit, false)  \
   X(d64a, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kTileBias, false)     \
   X(d128a, 128, 128, 3, 64, 1, 3, 1, kAnyLength, kAnyLength, kTileBias, false)  \
   X(d256a, 256, 256, 2, 64, 1, 2, 1, kAnyLength, kAnyLength, kTileBias, false)  \
   X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true)        \
   X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true)      \
   X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true)      \
-  X(d320, 320, 320, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false)      \
+  X(d320, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kPlain, false)      \
+  X(d320c, 320, 320, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false)     \
   X(d384, 384, 384, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false)      \
   X(d512, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false)      \
+  X(d320g, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false)  \
   X(d512g, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false)
 
 // clang-format on
@@ -95,12 +104,13 @@ struct ForwardShape {
 struct BoxAtoms {
   int32_t k, v;
 };
-template <int32_t head_dim>
+template <int32_t head_dim, int32_t q_stages>
 constexpr BoxAtoms box_atoms() {
-  if constexpr (head_dim > 256) {
+  if constexpr (is_wide(q_stages)) {
     return {WideStorage<head_dim>::kKStageAtoms, WideStorage<head_dim>::kPartAtoms};
   } else {
-    return {1, 1};
+    constexpr int32_t kAtoms = head_dim > kMaxHeadDimInAtoms ? head_dim / 64 : 1;
+    return {kAtoms, kAtoms};
   }
 }
 
@@ -108,7 +118,7 @@ constexpr BoxAtoms box_atoms() {
 template <int32_t head_dim, int32_t head_dim_v, int32_t groups, int32_t kv_tile, int32_t q_stages, int32_t stages,
           int32_t out_atoms, bool fp8, ScoreSet scores>
 constexpr int32_t forward_storage_bytes() {
-  if constexpr (head_dim > 256) {
+  if constexpr (is_wide(q_stages)) {
     return sizeof(WideStorage<head_dim>);
   } else {
     return sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores>);
@@ -120,7 +130,7 @@ constexpr int32_t forward_storage_bytes() {
   {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8,                   \
    forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores>(),                          \
    forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores)>(),         \
-   box_atoms<head_dim>().k, box_atoms<head_dim>().v},
+   box_atoms<head_dim, q_stages>().k, box_atoms<head_dim, q_stages>().v},
 // clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE

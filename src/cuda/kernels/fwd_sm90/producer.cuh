@@ -136,10 +136,15 @@ class Producer {
           if constexpr (C::kHasCellCodes) smem_.cell_codes(k.stage(), k.phase()) = codes;
         }
         mbarrier_arrive_expect_tx(smem_.k_full(k.stage()), C::kKBytes);
+        if (C::kWholeBoxes && a_.k_whole_atoms) {
+          tma_load_5d(smem_.k(k.stage()), &a_.k_map, smem_.k_full(k.stage()), 0, t.k_row + tile * C::kKeys, t.head_k, t.k_batch,
+                      kEvictLast);
+        } else {
 #pragma unroll
-        for (int s = 0; s < C::kAtoms; ++s)
-          tma_load_4d(smem_.k(k.stage()) + s * C::kKeys * 128, &a_.k_map, smem_.k_full(k.stage()), s * C::kAtomColumns,
-                      t.k_row + tile * C::kKeys, t.head_k, t.k_batch, kEvictLast);
+          for (int s = 0; s < C::kAtoms; ++s)
+            tma_load_4d(smem_.k(k.stage()) + s * C::kKeys * 128, &a_.k_map, smem_.k_full(k.stage()), s * C::kAtomColumns,
+                        t.k_row + tile * C::kKeys, t.head_k, t.k_batch, kEvictLast);
+        }
       }
       k.advance();
     };
@@ -167,6 +172,9 @@ class Producer {
         const auto tile = [&] { return C::kHasDataMask ? visible_tile : t.kv_tile(i); };
         if constexpr (C::kFp8) {
           tma_load_4d(smem_.v(v.stage()), &a_.v_map, smem_.v_full(v.stage()), t.v_key + tile() * C::kKeys, 0, t.head_k,
+                      t.k_batch, kEvictLast);
+        } else if (C::kWholeBoxes && a_.v_whole_atoms) {
+          tma_load_5d(smem_.v(v.stage()), &a_.v_map, smem_.v_full(v.stage()), 0, t.k_row + tile() * C::kKeys, t.head_k,
                       t.k_batch, kEvictLast);
         } else {
 #pragma unroll

@@ -1,10 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exact attention forward for head_dim 257 to 512 on Hopper. A CTA owns 64 queries of a head: out of 64 rows and 512 columns is half of the
-// registers of an SM. The two CTAs of a cluster own neighbouring rows and share K and V: each loads half of the swizzle atoms, for both.
+// Exact attention forward for head_dim 257 to 512 on Hopper, up to 320 only for few tiles of queries. A CTA owns 64 queries of a head: out
+// of 64 rows and 512 columns is half of the registers of an SM. The two CTAs of a cluster own neighbouring rows and share K and V: each
+// loads half of the boxes, for both.
 //
 //   softmax warpgroup:   S = Q K^T, masks, P = exp2(S - m); P in 16 bits and the factors of out's rows to shared memory
 //   PV warpgroups (2):   half of the columns of out each: out = factor * out + P V
-//   producer warps:      warp 0 loads Q and K, atom by atom; warp 1 loads V
+//   producer warps:      warp 0 loads Q and K; warp 1 loads V
 //
 // S of the next KV tile overlaps P and P V of this one. K and V pass through in parts: of K all columns or half of them, of V the columns of a PV
 // warpgroup or half of them.
@@ -110,6 +111,12 @@ class ForwardWide {
   using VPipeline = PipelineState<Storage::kVStages>;
   using PPipeline = PipelineState<Storage::kPStages>;
   static constexpr int kClusterRows = 128;
+  // Whether P of a KV tile is handed over only when S of the tile after the next one has been issued. With all of Q in registers that issue
+  // holds the softmax warpgroup until S is nearly done. P V beside it would make it last twice as long, and leave the tensor cores idle
+  // during the exponentials that follow. Where K and V are loaded atom by atom, V would be released too late.
+  static constexpr bool kMayHandOverLate = Storage::kAtoms == 6;
+  static_assert(Storage::kPStages == 2);
+  __device__ __forceinline__ bool hands_over_late() const { return kMayHandOverLate && a_.k_whole_atoms && a_.v_whole_atoms; }
 
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, q_.len, k_.len}; }
   __device__ __forceinline__ bool is_partial(int tile) const { return tile < full_.begin || tile >= full_.end; }
@@ -275,8 +282,11 @@ class ForwardWide {
 #pragma unroll
       for (int n = 0; n < 4; ++n) stmatrix_x4(row + (((2 * n + (lane_ >> 4)) ^ (lane_ & 7)) << 4), p16[n]);
       fence_proxy_async();
-      mbarrier_arrive(p_full(stage));
+      if (!hands_over_late()) mbarrier_arrive(p_full(stage));
       p_pipe.advance();
+    };
+    const auto hand_over_last_p = [&] {
+      if (hands_over_late()) mbarrier_arrive(p_full(p_pipe.stage() ^ 1));
     };
     if (!tiles_.empty()) {
       float s[32], next[32];
@@ -286,12 +296,15 @@ class ForwardWide {
 #pragma unroll 1
       for (int tile = tiles_.begin; tile < tiles_.end - 1; ++tile) {
         start_s(next, q_fragments, pipe);
+        if (tile > tiles_.begin) hand_over_last_p();
         exponentiate(s, tile);
         wait_s(next, released);
 #pragma unroll
         for (int i = 0; i < 32; ++i) s[i] = next[i];
       }
+      if (tiles_.size() > 1) hand_over_last_p();
       exponentiate(s, tiles_.end - 1);
+      hand_over_last_p();
     }
     skip_k(tiles_.end, loaded_.end, pipe);
     softmax.reduce_sums();
