@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lazy rescaling in which a row's own scores alone decide, for kernels whose bits must not depend on neighbouring rows: a row's maximum m is
-// exact after its first KV tile. P of later tiles are made with the m that there is, and where they turn out too large the row raises m by a
+// exact after its first KV tile. P of later tiles are made with the m that there is, and where they are too large the row raises m by a
 // power of two, which costs no accuracy. Where they are not numbers any more, its scores are computed again.
 //
 // Under FA_FLAG_SAME_BITS the rule is part of the contract (docs/numerics.md, arithmetic 2, rule 3).
@@ -69,13 +69,17 @@ __device__ __forceinline__ void raise_max_before(Softmax &softmax, const Scores 
   rescale_out();
 }
 
-// After P of a tile has been computed in place of its scores: raises the maximum of rows whose P are too large, and rescales P, `tile_sum` and
+// Whether some row of the warp has to raise its maximum after P of a tile has been computed: a lane's sum is too large, or NaN.
+__device__ __forceinline__ bool asks_for_raise(const float (&tile_sum)[2]) {
+  return __any_sync(~0u, !(tile_sum[0] <= kMaxLaneSumOfRow) || !(tile_sum[1] <= kMaxLaneSumOfRow));
+}
+// With P in place of the scores: if `raises` (asks_for_raise()), raises the maximum of rows whose P are too large, and rescales P, `tile_sum` and
 // the row sum. Returns whether out has still to be multiplied by softmax.rescale. recompute(overflowed) puts the scores of such rows back.
 // With kSameBits `masked` says that the tile is partial: there raise_max_before() has raised rows that would overflow.
 template <class Fragment, bool kSameBits, class Softmax, typename Scores, typename Scale, typename Recompute>
-__device__ __forceinline__ bool raise_max_after(Softmax &softmax, Scores &s, float (&tile_sum)[2], bool masked,
+__device__ __forceinline__ bool raise_max_after(Softmax &softmax, Scores &s, float (&tile_sum)[2], bool raises, bool masked,
                                                 const Scale &scale_of, Recompute recompute) {
-  if (!__any_sync(~0u, !(tile_sum[0] <= kMaxLaneSumOfRow) || !(tile_sum[1] <= kMaxLaneSumOfRow))) return false;
+  if (!raises) return false;
   bool overflowed[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

@@ -13,11 +13,11 @@ __device__ __forceinline__ float4 fold_out(const FoldScales (&scales)[2], const 
           fold_out(scales[1], total.w, out.w)};
 }
 
-// `Place` says where it lies: out(j), 16 bytes of this lane for accumulators 4 j .. 4 j + 3; stats(r), M and L of the lane's row r; lane().
-template <int kVectors, class Place>
+// `Layout` says where it lies: out(j), 16 bytes of this lane for accumulators 4 j .. 4 j + 3; stats(r), M and L of the lane's row r; lane().
+template <int kVectors, class Layout>
 class SegmentTotal {
  public:
-  __device__ __forceinline__ explicit SegmentTotal(const Place &place) : place_(place) {}
+  __device__ __forceinline__ explicit SegmentTotal(const Layout &layout) : layout_(layout) {}
 
   template <int kCount>
   static __device__ __forceinline__ float4 vector_of(const float (&out)[kCount], int j) {
@@ -25,22 +25,22 @@ class SegmentTotal {
     return {out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3]};
   }
   __device__ __forceinline__ float4 get_out(int j) const {
-    const uint4 x = ld_shared_16(place_.out(j));
+    const uint4 x = ld_shared_16(layout_.out(j));
     return {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
   }
   __device__ __forceinline__ void set_out(int j, const float4 &x) const {
-    st_shared_16(place_.out(j), __float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w));
+    st_shared_16(layout_.out(j), __float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w));
   }
   __device__ __forceinline__ float2 get_stats(int r) const {
-    return {ld_shared_float(place_.stats(r)), ld_shared_float(place_.stats(r) + 4)};
+    return {ld_shared_float(layout_.stats(r)), ld_shared_float(layout_.stats(r) + 4)};
   }
   __device__ __forceinline__ void set_stats(const float (&max)[2], const float (&sum)[2]) const {
     __syncwarp();  // the lanes of a row have read what was there
-    if ((place_.lane() & 3) == 0) {
+    if ((layout_.lane() & 3) == 0) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        st_shared_float(place_.stats(r), max[r]);
-        st_shared_float(place_.stats(r) + 4, sum[r]);
+        st_shared_float(layout_.stats(r), max[r]);
+        st_shared_float(layout_.stats(r) + 4, sum[r]);
       }
     }
     __syncwarp();
@@ -92,7 +92,7 @@ class SegmentTotal {
     }
   }
 
-  const Place place_;
+  const Layout layout_;
 };
 
 }  // namespace fa::cuda

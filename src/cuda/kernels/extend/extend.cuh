@@ -363,7 +363,7 @@ class Consumer {
   // Lazy rescaling (common/lazy_max.cuh). `masked`: of a partial tile.
   __device__ __forceinline__ bool update_max_lazily(int key0, float (&tile_sum)[2], bool masked = false) {
     return raise_max_after<Fragment, C::kSameBits>(
-        softmax_, s_, tile_sum, masked, [&](int r) { return exponent_scale(r); },
+        softmax_, s_, tile_sum, asks_for_raise(tile_sum), masked, [&](int r) { return exponent_scale(r); },
         [&](const bool(&overflowed)[2]) { recompute_scores(key0, overflowed); });
   }
   // For FA_FLAG_SAME_BITS.

@@ -87,7 +87,7 @@ class SegmentFold {
   static constexpr int kLoads = 4;  // from the workspace at once: out and Q take most registers
 
   // Where the total lies.
-  struct Place {
+  struct TotalLayout {
     const Cta<C> &cta;
     const WarpRows<C> &rows;
     __device__ __forceinline__ int lane() const { return cta.lane(); }
@@ -96,7 +96,7 @@ class SegmentFold {
     }
     __device__ __forceinline__ uint32_t stats(int r) const { return cta.total_stats() + rows.row_of(r) * 8; }
   };
-  using Total = SegmentTotal<kVectors, Place>;
+  using Total = SegmentTotal<kVectors, TotalLayout>;
   __device__ __forceinline__ Total total() const { return Total({cta_, rows_}); }
 
   __device__ __forceinline__ uint32_t state_at() const { return cta_.segment_state() + rows_.first_row() / 16 * 4; }

@@ -139,7 +139,9 @@ struct SharedMemory {
   __device__ __forceinline__ int &text_batch(int n) const { return storage().score_text.batch[n]; }
   // For FA_FLAG_SAME_BITS: the KV tiles that a warpgroup sees of the work tile in stage n; and M and L of a row of the CTA.
   __device__ __forceinline__ auto &segment_tiles(int n, int wg) const { return storage().segments.tiles[n][wg]; }
-  __device__ __forceinline__ uint32_t total_stats(int row) const { return base + offsetof(Storage, segments.total_stats) + row * 8; }
+  __device__ __forceinline__ uint32_t total_stats(int row) const {
+    return base + offsetof(Storage, segments.total_stats) + row * 8;
+  }
   // The storage that work_tiles is in: one address in registers serves both.
   __device__ __forceinline__ Storage &storage() const {
     return *reinterpret_cast<Storage *>(reinterpret_cast<char *>(work_tiles) - offsetof(Storage, work_tiles));

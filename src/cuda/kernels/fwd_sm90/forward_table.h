@@ -37,7 +37,9 @@ struct ForwardShape {
   // forward_wide.cuh: a cluster of two CTAs. In each, two warpgroups share 64 rows, a third one has their scores.
   constexpr bool wide() const { return head_dim > 256; }
   // Whether a kernel with a score text can be made of it, at run time.
-  constexpr bool takes_score_text() const { return !fp8 && !wide() && !same_bits && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0); }
+  constexpr bool takes_score_text() const {
+    return !fp8 && !wide() && !same_bits && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
+  }
   constexpr int32_t rows() const { return groups * 64; }        // of a work tile
   constexpr int32_t cluster() const { return wide() ? 2 : 1; }  // CTAs that share a work tile
   constexpr bool persistent() const { return !wide(); }
