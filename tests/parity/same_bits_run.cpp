@@ -162,6 +162,10 @@ SameBitsProblem random_problem(Rng &rng, bool cuda) {
   const int64_t heads = one_of<int64_t>(rng, {1, 1, 2, 3});
   p.heads_k = p.rows > 600 ? std::min<int64_t>(heads, 2) : heads;
   p.heads_q = p.heads_k * one_of<int64_t>(rng, {1, 1, 2, 4, p.rows > 600 ? 3 : 12});
+  if (cuda && p.rows > 200 && one_in(rng, 2)) {  // enough heads to fill the device with tiles of queries: kernels for prompts
+    p.heads_q = p.rows > 600 ? 12 : 36;
+    p.heads_k = p.heads_q / one_of<int64_t>(rng, {1, 2, 4});
+  }
   p.head_dim = one_of<int64_t>(rng, {1, 8, 16, 33, 40, 64, 64, 80, 96, 128, p.rows > 600 ? 48 : 256});
   p.head_dim_v = one_in(rng, 3) ? one_of<int64_t>(rng, {3, 16, 31, 64, 72, 128}) : p.head_dim;
   if (cuda) {  // whole vectors of 16 bytes, and not beyond the kernels' columns
@@ -416,6 +420,9 @@ SameBitsResult run(Backend &backend, const SameBitsProblem &p, const SameBitsSeq
   image.upload(backend);
 
   SameBitsResult result;
+  fa_plan_info plan;
+  fa_plan_info_init(&plan, sizeof plan);
+  if (fa_forward_query(backend.context(), &a, &plan) == FA_OK) result.kernel = plan.kernel;
   result.status = fa_forward(backend.context(), &a, nullptr, 0, backend.stream());
   result.error = fa_last_error(backend.context());
   image.download(backend);

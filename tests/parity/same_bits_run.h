@@ -64,7 +64,7 @@ std::string describe(const SameBitsCall &call);
 
 struct SameBitsResult {
   fa_status status = FA_OK;
-  std::string error;
+  std::string error, kernel;
   std::vector<unsigned char> out;  // (rows of the call, heads of the call, head_dim_v)
   std::vector<float> lse;          // (rows of the call, heads of the call)
 };

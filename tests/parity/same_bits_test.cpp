@@ -3,6 +3,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <map>
 
 #include "parity/runner.h"
 #if defined(FA_TEST_CUDA)
@@ -64,6 +65,7 @@ TEST_P(SameBits, InEveryCall) {
   std::mt19937_64 rng(static_cast<uint64_t>(seed_for("same bits " + backend().name())));
   constexpr int64_t kCallsEach = 15;
   int64_t calls = 0;
+  std::map<std::string, int64_t> kernels;
   while (calls < num_calls()) {
     const SameBitsProblem p = random_problem(rng, cuda_);
     const SameBitsSequence s = make_sequence(p, rng);
@@ -73,10 +75,38 @@ TEST_P(SameBits, InEveryCall) {
       const SameBitsCall c = random_call(p, rng);
       const SameBitsResult part = run(backend(), p, s, c, rng);
       ASSERT_EQ(part.status, FA_OK) << part.error << ": " << describe(p) << ": " << describe(c);
-      ASSERT_TRUE(equal(p, all, c, part));
+      ASSERT_TRUE(equal(p, all, c, part)) << all.kernel << " and " << part.kernel;
+      ++kernels[part.kernel];
     }
   }
   std::printf("%lld calls\n", static_cast<long long>(calls));
+  for (const auto &[name, count] : kernels) std::printf("  %s: %lld\n", name.c_str(), static_cast<long long>(count));
+}
+
+// So many segments that a CTA of decoding has several of one work tile, and stores them until the total of those before them arrives.
+TEST_P(SameBits, OfLongSequences) {
+  if (!cuda_) GTEST_SKIP() << "CPU threads fold segments in order";
+  std::mt19937_64 rng(static_cast<uint64_t>(seed_for("same bits: long")));
+  SameBitsProblem p;
+  p.dtype = p.key_dtype = FA_BFLOAT16;
+  p.rows = 24 * 1024 + 77;
+  p.heads_q = p.heads_k = 24;
+  p.head_dim = p.head_dim_v = 8;
+  const SameBitsSequence s = make_sequence(p, rng);
+  const SameBitsResult all = run(backend(), p, s, whole(p), rng);
+  ASSERT_EQ(all.status, FA_OK) << all.error;
+  for (const auto &[rows, heads] : {std::pair{1, 24}, {17, 24}, {200, 24}, {1, 2}}) {
+    for (const Storage storage : {Storage::kPadded, Storage::kPaged}) {
+      SameBitsCall c = whole(p);
+      c.first_row = p.rows - rows;
+      c.end_head = heads;
+      c.storage = storage;
+      c.page_size = 64;
+      const SameBitsResult part = run(backend(), p, s, c, rng);
+      ASSERT_EQ(part.status, FA_OK) << part.error;
+      EXPECT_TRUE(equal(p, all, c, part)) << all.kernel << " and " << part.kernel;
+    }
+  }
 }
 
 // What the flag does not cover is refused by name, forward and backward; the rest reports the number of the contract.

@@ -153,7 +153,7 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             MaskedProblem same = problem(500, keys, head_dim, head_dim_v);
             set_dtype(same, Dtype::bf16);
             same.same_bits = same.batch_invariant = same.deterministic = true;
-            for (const int64_t queries : {1, 500}) {
+            for (const int64_t queries : {1, 500, 2000}) {
               same.q_lengths.max_len = queries;
               ForwardPlan plan;
               ErrorText error;
@@ -468,15 +468,17 @@ TEST(CudaPlan, WhatOneLaunchDoesNotHoldIsRefused) {
 // not take. Without the flag nothing gets these kernels.
 TEST(CudaPlan, SameBitsHaveTheirKernels) {
   for (const int64_t head_dim : {8, 64, 72, 128}) {
-    for (const auto &[queries, keys] : {std::pair{1, 1}, {1, 100000}, {16, 5000}, {700, 700}, {9000, 9000}}) {
+    for (const auto &[queries, keys] : {std::pair{1, 1}, {1, 100000}, {16, 5000}, {300, 300}, {1000, 1000}, {9000, 9000}}) {
       for (const int32_t num_splits : {0, 1, 3, 64}) {
         MaskedProblem p = problem(queries, keys, head_dim);
         p.same_bits = p.batch_invariant = p.deterministic = true;
         p.num_splits = num_splits;
         p.softcap = head_dim == 72 ? 5.0f : 0.0f;
         const ForwardPlan plan = forward_plan(p, h200());
-        ASSERT_EQ(plan.family, Family::extend);
-        EXPECT_TRUE(extend::kShapes[plan.shape].same_bits);
+        // Prompts with plain scores and contiguous keys, whose tiles fill half of the device.
+        const bool prompt = queries > 300 && head_dim != 72;
+        ASSERT_EQ(plan.family, prompt ? Family::sm90 : Family::extend);
+        EXPECT_TRUE((kernel_of(plan).features & kSameBits) != 0);
         EXPECT_EQ(plan.fixed_splits, 0);
         EXPECT_LE(plan.blocks, h200().multiprocessors);
         p.num_splits = 0;
@@ -484,7 +486,7 @@ TEST(CudaPlan, SameBitsHaveTheirKernels) {
         EXPECT_EQ(plan.workspace_bytes, other.workspace_bytes) << "num_splits is a hint that these kernels do not need";
         p.same_bits = false;
         const ForwardPlan without = forward_plan(p, h200());
-        EXPECT_FALSE(without.family == Family::extend && extend::kShapes[without.shape].same_bits);
+        EXPECT_FALSE((kernel_of(without).features & kSameBits) != 0);
       }
     }
   }

@@ -3,6 +3,7 @@
 // tiles of rows.
 #include <algorithm>
 
+#include "cuda/common/segments.h"
 #include "cuda/host/plan_stream_k.h"
 #include "cuda/kernels/decode/table.h"
 #include "cuda/kernels/extend/table.h"
@@ -14,7 +15,7 @@ namespace {
 constexpr int64_t kMostSegmentBytes = int64_t{256} << 20;
 
 // FA_FLAG_SAME_BITS: segments of a work tile, at most; and bytes of the partials of all.
-int64_t segments_of(const ForwardProblem &p) { return ceil_div(p.k_lengths.max_len, extend::kSegmentKeys) + 1; }
+int64_t segments_of(const ForwardProblem &p) { return ceil_div(p.k_lengths.max_len, kSegmentKeys) + 1; }
 int64_t segment_bytes(const ForwardProblem &p, const extend::Shape &shape) {
   const int64_t tiles = p.batch * p.heads_k * ceil_div(p.q_lengths.max_len * p.group, shape.rows());
   return tiles * segments_of(p) * shape.rows() * shape.head_dim * int64_t{sizeof(float)};

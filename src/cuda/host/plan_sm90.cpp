@@ -49,6 +49,7 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
   const KernelRow *chosen = nullptr;
   for (const KernelRow &kernel : candidates(Family::sm90, Pass::forward, needs)) {
     const sm90::ForwardShape &shape = sm90::kForwardShapes[kernel.shape];
+    if (shape.same_bits != ((needs.features & kSameBits) != 0)) continue;
     const bool triangle = causal && p.k_lengths.max_len <= shape.max_causal;
     if (p.q_lengths.max_len > (triangle ? shape.max_causal : shape.max_queries) || !can_run(kernel, needs, device)) continue;
     if ((p.block_mask.data != nullptr && shape.is_too_coarse(p.block_mask.size_k)) ||
@@ -79,7 +80,10 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
                          static_cast<size_t>(transposed_v_keys);
   plan.tma_kv = true;
   plan.tma_out = shape.out_atoms > 0 && is_tma_compatible(p.out, p.q_lengths, p.head_dim_v);
-  plan.reason = hopper_reason(shape.scores);
+  plan.reason = shape.same_bits
+                    ? "Hopper kernel (wgmma, TMA) for FA_FLAG_SAME_BITS and plain scores: segments of 1024 keys are "
+                      "folded in the order of their keys"
+                    : hopper_reason(shape.scores);
   return true;
 }
 

@@ -121,6 +121,8 @@ fa_status check_same_bits(const BackwardProblem &b, const Device &device, ErrorT
 
 // Forward: the first line that applies and has a kernel.
 //
+//   FA_FLAG_SAME_BITS     tiles for half of the device, unless          sm90
+//                         beats_sm90() prefers the next
 //   FA_FLAG_SAME_BITS     any                                           extend
 //   K and V               rows and queries                              kernels
 //   any                   more than 32 rows, of 8-bit K and V or of     extend
@@ -138,7 +140,14 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
   const bool kv_8bit = is_quantised(p.k.dtype);
   plan = {};
   if ((needs.features & kSameBits) != 0) {
-    if (plan_extend(p, needs, device, plan)) return FA_OK;
+    // Both have the same arithmetic. With tiles for less than half of the device those of extend are faster.
+    ForwardPlan sm90;
+    const bool hopper = plan_sm90(p, needs, device, sm90), extend = plan_extend(p, needs, device, plan);
+    if (hopper && (!extend || (sm90.tiles * 2 >= device.multiprocessors && !beats_sm90(p, device, plan, sm90)))) {
+      plan = sm90;
+      return FA_OK;
+    }
+    if (extend) return FA_OK;
     return fail(error, FA_ERROR_UNSUPPORTED,
                 "batch %" PRId64 " x %" PRId64 " heads are more than one launch of the kernel for FA_FLAG_SAME_BITS holds",
                 p.batch, p.heads_k);

@@ -89,6 +89,7 @@ DROPOUT, SOFTCAP = 0.1, 30.0  # their values where they are the option
 OPTIONS = ("softcap", "alibi", "bias", "dropout", "block_mask")
 FP8 = "fp8"  # an option of the section of that name: operands in e4m3, without descales
 INVARIANT = "invariant"  # an option of the section decode: FA_FLAG_BATCH_INVARIANT
+SAME_BITS = "same bits"  # the option of the section of that name: FA_FLAG_SAME_BITS
 LENGTHS = "lengths"  # ... as many keys as without it, but their number is on the device alone
 # ... of 8-bit KV caches, with descales per sequence and head or ("rows") per row and head
 QUANTISED = ("e4m3", "e4m3 rows", "int8", "int8 rows")
@@ -106,7 +107,7 @@ SCORES = {"score softcap": "softcap", "score alibi": "alibi", "score bias": "bia
           "score documents": "documents"}
 MAX_LOGIT = "max_logit"  # an option of the section masks, too
 SECTIONS = ("forward", "backward", "dims", "wide", "deterministic", "short", "general", "sparse", "masks", "score", "sm80", "decode",
-            "listed", "varlen", "fp8", "fp32", "jvp")
+            "listed", "varlen", "same bits", "fp8", "fp32", "jvp")
 FP32 = "fp32"  # the section whose operands are fp32
 
 
@@ -279,6 +280,20 @@ def varlen(quick: bool) -> List[Case]:
     return rows
 
 
+def same_bits(quick: bool) -> List[Case]:
+    """FA_FLAG_SAME_BITS: prompts, parts of prompts over a paged cache, decoding. `x plain` is over the time without the flag."""
+
+    def paged(batch, tokens, seqlen):
+        return Case(SAME_BITS, "forward", 128, True, tokens, seqlen, batch, 64, 8, option=SAME_BITS, graph=tokens <= 16, page=16)
+
+    seqlens = (1024, 4096, 16384) if quick else (1024, 2048, 4096, 8192, 16384)
+    rows = [square(SAME_BITS, "forward", d, causal, n, option=SAME_BITS) for d in (128, 64) for causal in (True, False) for n in seqlens]
+    rows += [square(SAME_BITS, "forward", 128, True, 8192, 32, 8, option=SAME_BITS)]
+    rows += [Case(SAME_BITS, "forward", 128, True, 1024, 1024, 1, 16, 16, option=SAME_BITS, lengths=(1024,) * 64),
+             Case(SAME_BITS, "forward", 128, True, 512, 16384, 4, 64, 8, option=SAME_BITS), paged(4, 512, 16384)]
+    return rows + [paged(32, tokens, 8192) for tokens in ((1,) if quick else (1, 2, 4, 8, 16))] + [paged(1, 1, 8192)]
+
+
 def fp8(quick: bool) -> List[Case]:
     seqlens = (8192,) if quick else (2048, 8192, 16384)
     rows = [square("fp8", "forward", 128, causal, n, option=FP8) for causal in (False, True) for n in seqlens]
@@ -318,6 +333,7 @@ def all_cases(sections, quick: bool, filters=()) -> List[Case]:
         "decode": lambda: decode(quick),
         "listed": lambda: listed(quick),
         "varlen": lambda: varlen(quick),
+        "same bits": lambda: same_bits(quick),
         "fp8": lambda: fp8(quick),
         "jvp": lambda: jvp(quick),
         "fp32": lambda: fp32(quick),

@@ -125,6 +125,8 @@ class Attention:
             a.seqused_k = tensor(self.kept[-1])
         elif option == "invariant":
             a.flags |= abi.FLAG_BATCH_INVARIANT
+        elif option == cases.SAME_BITS:
+            a.flags |= abi.FLAG_SAME_BITS
         elif option == "dropout":
             a.dropout_p, a.dropout_seed = cases.DROPOUT, seed
         elif option == "block_mask":  # every block is visible: what the mask itself costs

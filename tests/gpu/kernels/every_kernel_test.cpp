@@ -340,6 +340,36 @@ std::vector<Case> cases() {
       }
     }
   }
+  // ... and prompts: several segments and a row block that is not full, under a window whose edge the warpgroups of a row block see in different
+  // KV tiles; fp16 packed, bf16 with lengths on the device.
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 128}) {
+      Case c;
+      c.seed = seed_for("every kernel for same bits of prompts") + static_cast<int64_t>(all.size());
+      c.dtype = dtype;
+      c.flags = FA_FLAG_SAME_BITS;
+      c.batch = 3;
+      c.heads_k = 6;
+      c.heads_q = 12;
+      c.head_dim = c.head_dim_v = head_dim;
+      c.q.seqlen = 290;
+      c.k.seqlen = 2300;
+      c.mask = FA_MASK_CAUSAL;
+      c.sink = 1;
+      c.backward = 0;
+      c.nan_keys = 1;
+      if (dtype == FA_FLOAT16) {
+        c.q.packed = c.k.packed = 1;
+        c.q.slots = {290, 70, 131};
+        c.k.slots = {2300, 1100, 131};
+      } else {
+        c.k.used = {2300, 1025, 200};
+        c.window_left = 1500;
+        c.nan_visible = 3;
+      }
+      all.push_back(c);
+    }
+  }
   // Latent caches: less than a row block, and one and a half; NaN that some tokens see and others do not.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[heads, keys] : {std::pair{12, 900}, {24, 900}, {24, 512}}) {  // the last one has two CTAs per row block

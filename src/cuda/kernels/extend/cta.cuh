@@ -7,6 +7,7 @@
 
 #include "cuda/common/kv_8bit.cuh"
 #include "cuda/common/kv_loader.cuh"
+#include "cuda/common/segments.h"
 #include "cuda/kernels/decode/scheduler.cuh"
 #include "cuda/kernels/extend/extend.h"
 
@@ -57,6 +58,7 @@ struct Config {
   using Totals = SegmentTotals<kD, kConsumerWarpgroups>;
   static constexpr int kTotalsOffset = segment_totals_offset<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>();
   static constexpr int kSharedBytes = storage_bytes_of<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>(kSameBits);
+  static_assert(!kSameBits || kKvTile == kSegmentTileKeys);
   static_assert(kKvTile == 128 && kWarpKeys % kRun == 0 && kWarpKeys <= 32 && k8BitKv == (kStages8Bit > 0));
 };
 

@@ -26,6 +26,7 @@
 
 #include <math_constants.h>
 
+#include "cuda/common/lazy_max.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
@@ -196,7 +197,7 @@ class Consumer {
     const auto scale = [&](int r) { return exponent_scale(r); };
     if constexpr (C::kSameBits) {
       if (masked) mask_tile(key0);
-      raise_max_before(masked, scale);
+      update_max_before(masked);
       if (masked) {
         softmax_.template exponentiate<true>(s_, scale, tile_sum);
       } else {
@@ -359,111 +360,22 @@ class Consumer {
         });
   }
 
-  // Lazy rescaling: the maximum of earlier tiles is usually good enough. Rows whose P has become too large raise their maximum
-  // now by a power of two, which costs no accuracy. Rows whose P has overflowed fp32 get their scores recomputed. Only the
-  // row's own P decides, so its bits do not depend on other rows.
-  // For FA_FLAG_SAME_BITS rows count as overflowed from kLargestP on. `masked`: of a partial tile, in which
-  // raise_max_before() has raised them.
+  // Lazy rescaling (common/lazy_max.cuh). `masked`: of a partial tile.
   __device__ __forceinline__ bool update_max_lazily(int key0, float (&tile_sum)[2], bool masked = false) {
-    constexpr float kRescaleThreshold =
-        64.f;  // on the sum of a lane's 32 P: up to it each is a finite number of either 16-bit type
-    if (!__any_sync(~0u, !(tile_sum[0] <= kRescaleThreshold) || !(tile_sum[1] <= kRescaleThreshold))) return false;
-    bool overflowed[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if constexpr (C::kSameBits) {
-        overflowed[r] = !masked && Softmax::largest(s_, r) >= kLargestP;
-      } else {
-        overflowed[r] = !(tile_sum[r] < CUDART_INF_F) && softmax_.sum[r] == softmax_.sum[r];  // NaN stays NaN
-      }
-      overflowed[r] |= __shfl_xor_sync(~0u, overflowed[r], 1) != 0;
-      overflowed[r] |= __shfl_xor_sync(~0u, overflowed[r], 2) != 0;
-    }
-    if (__any_sync(~0u, overflowed[0] || overflowed[1])) recompute_scores(key0, overflowed);
-    const float scale[2] = {exponent_scale(0), exponent_scale(1)};
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float most = overflowed[r] ? Softmax::largest(s_, r) : tile_sum[r];
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
-      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      if (overflowed[r]) {
-        raise_row(r, __fmul_rn(most, scale[r]));
-        float chain[2] = {0.f, 0.f};
-#pragma unroll
-        for (int n = 2 * r; n < kScores; n += 4)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            s_[n + e] = exp2_approx(fmaf(s_[n + e], scale[r], -softmax_.max[r]));
-            chain[n / 4 % 2] += s_[n + e];
-          }
-        tile_sum[r] = chain[0] + chain[1];
-      } else {
-        const int exponent = most > kRescaleThreshold ? min((__float_as_int(most) >> 23) - 127, 126) : 0;
-        const float factor = __int_as_float((127 - exponent) << 23);
-        softmax_.rescale[r] = factor;
-        softmax_.max[r] += static_cast<float>(exponent);
-        softmax_.sum[r] = __fmul_rn(softmax_.sum[r], factor);
-        tile_sum[r] = __fmul_rn(tile_sum[r], factor);
-#pragma unroll
-        for (int n = 2 * r; n < kScores; n += 4) {
-          s_[n] *= factor;
-          s_[n + 1] *= factor;
-        }
-      }
-    }
-    return true;
+    return raise_max_after<Fragment, C::kSameBits>(
+        softmax_, s_, tile_sum, asks_for_raise(tile_sum), masked, [&](int r) { return exponent_scale(r); },
+        [&](const bool(&overflowed)[2]) { recompute_scores(key0, overflowed); });
   }
-  // As Softmax::raise(); the product is rounded whatever it is added to.
-  __device__ __forceinline__ void raise_row(int r, float to) {
-    const float raised = fmaxf(softmax_.max[r], to);
-    softmax_.rescale[r] = exp2_approx(__fsub_rn(softmax_.max[r], raised));
-    softmax_.sum[r] = __fmul_rn(softmax_.sum[r], softmax_.rescale[r]);
-    softmax_.max[r] = raised;
-  }
-
-  static constexpr float kLargestP = 0x1p64f;
-  // For FA_FLAG_SAME_BITS, before P of a tile is computed: raises a row's maximum to its largest score where the row's own
-  // scores ask for it, and rescales out.
-  //
-  //   row                                         raised
-  //   has seen no key of the segment              always
-  //   has score modifiers                         always
-  //   has a P from kLargestP on                   in partial tiles; in full ones update_max_lazily() finds out
-  template <typename Scale>
-  __device__ __forceinline__ void raise_max_before(bool masked, const Scale &scale) {
-    const bool plain = plain_scores();
-    float top[2];
-    bool raises[2], large[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) raises[r] = !plain || softmax_.max[r] == kNoMax;
-    if (!masked && !__any_sync(~0u, raises[0] || raises[1])) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      top[r] = Softmax::largest(s_, r);
-      large[r] = masked && !raises[r] && exp2_approx(fmaf(top[r], scale(r), -softmax_.max[r])) >= kLargestP;
-    }
-    const bool any_large = __any_sync(~0u, large[0] || large[1]);
-    if (!any_large && !__any_sync(~0u, raises[0] || raises[1])) return;
-    Fragment::reduce(top, MaxOp{});
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      if (any_large) {
-        raises[r] |= large[r];
-        raises[r] |= __shfl_xor_sync(~0u, raises[r], 1) != 0;
-        raises[r] |= __shfl_xor_sync(~0u, raises[r], 2) != 0;
-      }
-      if (raises[r]) {
-        raise_row(r, __fmul_rn(top[r], scale(r)));
-      } else {
-        softmax_.rescale[r] = 1.f;
-      }
-    }
-    if (plain && !any_large) return;  // out of these rows is 0
-    if (!__any_sync(~0u, softmax_.rescale[0] != 1.f || softmax_.rescale[1] != 1.f)) return;
-    wgmma_wait<0>();
-    fence_operand(out_);
-    fence_operand(p_frag_);
-    scale_rows<OutFragment>(out_, softmax_.rescale);
+  // For FA_FLAG_SAME_BITS.
+  __device__ __forceinline__ void update_max_before(bool masked) {
+    raise_max_before<Fragment>(
+        softmax_, s_, masked, plain_scores(), [&](int r) { return exponent_scale(r); },
+        [&] {
+          wgmma_wait<0>();
+          fence_operand(out_);
+          fence_operand(p_frag_);
+          scale_rows<OutFragment>(out_, softmax_.rescale);
+        });
   }
   // Recomputes S of the overflowed rows with mma by this warp alone. K is read from global memory, since its stage has been
   // released.

@@ -12,16 +12,11 @@
 
 #include "cuda/common/combine.cuh"
 #include "cuda/common/fragment.cuh"
+#include "cuda/common/segment_total.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/kernels/extend/epilogue.cuh"
 
 namespace fa::cuda::extend {
-
-// Accumulators 4 n .. 4 n + 3 of a lane: two columns of its first row, then two of its second.
-__device__ __forceinline__ float4 fold_out(const FoldScales (&scales)[2], const float4 &total, const float4 &out) {
-  return {fold_out(scales[0], total.x, out.x), fold_out(scales[0], total.y, out.y), fold_out(scales[1], total.z, out.z),
-          fold_out(scales[1], total.w, out.w)};
-}
 
 // Where a warp's total is, in shared memory because registers are scarce, before the next segment of its work unit. From 0 on: in another CTA, and so many segments of this
 // work unit are in the workspace. With a combine kernel: so many segments are stored for it.
@@ -58,13 +53,10 @@ class SegmentFold {
       }
       receive();
     }
-    const auto segment = [&](int j) { return vector_of(out, j); };
     if (state_ == kTotalHere) {
-      fold(segment, softmax.max, softmax.sum);
+      total().fold([&](int j) { return Total::vector_of(out, j); }, softmax.max, softmax.sum);
     } else if (!last) {
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) set_total(j, segment(j));
-      set_stats(softmax.max, softmax.sum);
+      total().set(out, softmax.max, softmax.sum);
     }
     if (!last) {
       state_ = kTotalHere;
@@ -74,13 +66,13 @@ class SegmentFold {
     if (state_ == kTotalHere) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float2 stats = get_stats(r);
+        const float2 stats = total().get_stats(r);
         softmax.max[r] = stats.x;
         softmax.sum[r] = stats.y;
       }
 #pragma unroll
       for (int j = 0; j < kVectors; ++j) {
-        const float4 x = get_total(j);
+        const float4 x = total().get_out(j);
         out[4 * j] = x.x, out[4 * j + 1] = x.y, out[4 * j + 2] = x.z, out[4 * j + 3] = x.w;
       }
     }
@@ -94,60 +86,24 @@ class SegmentFold {
  private:
   static constexpr int kLoads = 4;  // from the workspace at once: out and Q take most registers
 
-  static __device__ __forceinline__ float4 vector_of(const float (&out)[C::kD / 2], int j) {
-    return {out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3]};
-  }
+  // Where the total lies.
+  struct TotalLayout {
+    const Cta<C> &cta;
+    const WarpRows<C> &rows;
+    __device__ __forceinline__ int lane() const { return cta.lane(); }
+    __device__ __forceinline__ uint32_t out(int j) const {
+      return cta.total() + ((rows.first_row() / 16 * kVectors + j) * 32 + cta.lane()) * 16;
+    }
+    __device__ __forceinline__ uint32_t stats(int r) const { return cta.total_stats() + rows.row_of(r) * 8; }
+  };
+  using Total = SegmentTotal<kVectors, TotalLayout>;
+  __device__ __forceinline__ Total total() const { return Total({cta_, rows_}); }
 
-  // ------------------------------------------------------------------------------------------------------------------
-  // The total, in shared memory
-  // ------------------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ uint32_t total_at(int j) const {
-    return cta_.total() + ((rows_.first_row() / 16 * kVectors + j) * 32 + cta_.lane()) * 16;
-  }
-  __device__ __forceinline__ float4 get_total(int j) const {
-    const uint4 x = ld_shared_16(total_at(j));
-    return {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
-  }
-  __device__ __forceinline__ void set_total(int j, const float4 &x) const {
-    st_shared_16(total_at(j), __float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w));
-  }
   __device__ __forceinline__ uint32_t state_at() const { return cta_.segment_state() + rows_.first_row() / 16 * 4; }
   __device__ __forceinline__ void save_state() const {
     __syncwarp();  // all lanes have read it
     if (cta_.lane() == 0) st_shared_4(state_at(), static_cast<uint32_t>(state_));
     __syncwarp();
-  }
-  // M and L of a row.
-  __device__ __forceinline__ uint32_t stats_at(int r) const { return cta_.total_stats() + rows_.row_of(r) * 8; }
-  __device__ __forceinline__ float2 get_stats(int r) const {
-    return {ld_shared_float(stats_at(r)), ld_shared_float(stats_at(r) + 4)};
-  }
-  __device__ __forceinline__ void set_stats(const float (&max)[2], const float (&sum)[2]) const {
-    __syncwarp();  // the lanes of a row have read what was there
-    if ((cta_.lane() & 3) == 0) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        st_shared_float(stats_at(r), max[r]);
-        st_shared_float(stats_at(r) + 4, sum[r]);
-      }
-    }
-    __syncwarp();
-  }
-  template <int kUnroll = kVectors, typename Segment>
-  __device__ __forceinline__ void fold(const Segment &segment, const float (&max)[2], const float (&sum)[2]) const {
-    FoldScales scales[2];
-    float total_max[2], total_sum[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float2 stats = get_stats(r);
-      total_max[r] = stats.x;
-      total_sum[r] = stats.y;
-      scales[r] = fold_row(total_max[r], total_sum[r], max[r], sum[r]);
-    }
-    set_stats(total_max, total_sum);
-#pragma unroll kUnroll
-    for (int j = 0; j < kVectors; ++j) set_total(j, fold_out(scales, get_total(j), segment(j)));
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -166,7 +122,7 @@ class SegmentFold {
     float4 *to = partial_at(partial);
     to[0] = {softmax.max[0], softmax.sum[0], softmax.max[1], softmax.sum[1]};
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) to[(j + 1) * 32] = vector_of(out, j);
+    for (int j = 0; j < kVectors; ++j) to[(j + 1) * 32] = Total::vector_of(out, j);
   }
 
   // For the combine kernel, row-major. Of segments that have no tile that the CTA's rows see, m and l alone.
@@ -206,12 +162,12 @@ class SegmentFold {
     const float4 *from = partial_at(rows_.work->first_partial);
     const float4 stats = __ldcg(from);
 #pragma unroll kLoads
-    for (int j = 0; j < kVectors; ++j) set_total(j, __ldcg(from + (j + 1) * 32));
-    set_stats({stats.x, stats.z}, {stats.y, stats.w});
+    for (int j = 0; j < kVectors; ++j) total().set_out(j, __ldcg(from + (j + 1) * 32));
+    total().set_stats({stats.x, stats.z}, {stats.y, stats.w});
 #pragma unroll 1
     for (int i = 0; i < state_; ++i) {
       const float4 *stored = partial_at(stored_segment(i)), row = __ldcg(stored);
-      fold<kLoads>([&](int j) { return __ldcg(stored + (j + 1) * 32); }, {row.x, row.z}, {row.y, row.w});
+      total().template fold<kLoads>([&](int j) { return __ldcg(stored + (j + 1) * 32); }, {row.x, row.z}, {row.y, row.w});
     }
     state_ = kTotalHere;
   }

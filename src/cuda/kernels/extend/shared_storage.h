@@ -11,7 +11,6 @@ namespace fa::cuda::extend {
 constexpr int32_t kWarpgroupRows = 64;  // rows of a consumer warpgroup
 constexpr int32_t kWarpRows = 16;       // of a consumer warp
 constexpr int32_t kProducerWarps = 4;
-constexpr int32_t kSegmentKeys = 1024;    // of a segment of keys, for FA_FLAG_SAME_BITS
 constexpr int32_t kDescriptorBytes = 96;  // of a WorkUnitDescriptor
 
 // K and V tiles take one stage each in turn, as swizzle atoms of 64 columns. uint64_t members are mbarriers.

@@ -155,7 +155,7 @@ class Consumer {
     }
   }
 
- private:
+ protected:  // SegmentConsumer is made of the same parts
   __device__ __forceinline__ int previous_stage() const { return (work_.stage() + C::kWorkStages - 1) % C::kWorkStages; }
   __device__ __forceinline__ const WorkTile &previous_tile() const { return smem_.work_tile(previous_stage()); }
 
@@ -231,6 +231,10 @@ class Consumer {
     } else {
       used -= t.kv_tile(t.begin[at_.wg]) * C::kKeys;
     }
+    clear_v_rows(used);
+  }
+  // Zeroes the rows of the next stage of V from row `used` on.
+  __device__ __forceinline__ void clear_v_rows(int used) const {
     if (used >= C::kKeys) return;
     const uint32_t v = smem_.v(v_.stage());
     for (int n = used * 8 + (threadIdx.x & 127); n < C::kKeys * 8; n += 128)

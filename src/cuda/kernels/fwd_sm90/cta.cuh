@@ -12,7 +12,7 @@
 namespace fa::cuda::sm90 {
 
 template <typename Element_, typename Out_, int kD_, int kDv_, int kConsumerWarpgroups_, int kKeys_, int kQStages_,
-          int kStages_, int kOutAtoms_, int kCtasPerSm_, ScoreSet kScores_>
+          int kStages_, int kOutAtoms_, int kCtasPerSm_, ScoreSet kScores_, bool kSameBits_ = false>
 struct ForwardConfig {
   using Element = Element_;
   using Out = Out_;
@@ -22,7 +22,8 @@ struct ForwardConfig {
   static constexpr int kOutAtoms = kOutAtoms_;  // swizzle atoms of out staged for one TMA store; 0: stored from registers
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr ScoreSet kScores = kScores_;
-  static constexpr bool kSkipsLeftPadding = skips_left_padding(kConsumerWarpgroups, kFp8);
+  static constexpr bool kSameBits = kSameBits_;  // FA_FLAG_SAME_BITS: segments of keys (segments.cuh)
+  static constexpr bool kSkipsLeftPadding = !kSameBits && skips_left_padding(kConsumerWarpgroups, kFp8);
   static constexpr bool kHasScoreMod = (kScores & kSoftcap) != 0;  // softcap or ALiBi
   static constexpr bool kHasDropout = (kScores & kDropout) != 0;
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0;
@@ -43,7 +44,7 @@ struct ForwardConfig {
   static constexpr int kBiasProducerWarps = kHasBias ? 1 : 0;
   static constexpr bool kWholeBoxes = kD > kMaxHeadDimInAtoms;
   static constexpr int kMmaK = 32 / sizeof(Element);  // the K extent of one wgmma
-  using Storage = ForwardStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8, kScores>;
+  using Storage = ForwardStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8, kScores, kSameBits>;
   static constexpr int kWorkStages = Storage::kWorkStages;
   static constexpr int kAtomColumns = Storage::kAtomColumns, kAtoms = Storage::kAtoms, kVAtoms = Storage::kVAtoms;
   static constexpr int kQWarpgroupBytes = Storage::kQWarpgroupBytes, kQBytes = kConsumerWarpgroups * kQWarpgroupBytes;
@@ -137,6 +138,11 @@ struct SharedMemory {
   __device__ __forceinline__ int &bias_batch(int n) const { return storage().bias.batch[n]; }
   // With a score text: the sequence of the work tile in stage n.
   __device__ __forceinline__ int &text_batch(int n) const { return storage().score_text.batch[n]; }
+  // For FA_FLAG_SAME_BITS: the KV tiles that a warpgroup sees of the work tile in stage n; and M and L of a row of the CTA.
+  __device__ __forceinline__ auto &segment_tiles(int n, int wg) const { return storage().segments.tiles[n][wg]; }
+  __device__ __forceinline__ uint32_t total_stats(int row) const {
+    return base + offsetof(Storage, segments.total_stats) + row * 8;
+  }
   // The storage that work_tiles is in: one address in registers serves both.
   __device__ __forceinline__ Storage &storage() const {
     return *reinterpret_cast<Storage *>(reinterpret_cast<char *>(work_tiles) - offsetof(Storage, work_tiles));

@@ -82,6 +82,9 @@ class Epilogue {
   }
 
  private:
+  // An element of row r of out, finished.
+  __device__ __forceinline__ float scaled(float x, int r) const { return scaled_out<C::kSameBits>(x, out_scale_[r]); }
+
   // Each warp stages its 16 rows in shared memory of its own and stores them by TMA. It waits neither for global memory nor for another warp.
   __device__ __forceinline__ void store_rows_tma(const WorkTile &t, const float (&out)[C::kDv / 2]) const {
     const uint32_t rows = smem_.out(at_.wg) + at_.warp * 16 * 128;
@@ -98,8 +101,7 @@ class Epilogue {
         const int j = (first + column) / 2;
         uint32_t x[4];
 #pragma unroll
-        for (int n = 0; n < 4; ++n)
-          x[n] = pack2<Out>(out[j + 2 * n] * out_scale_[n & 1], out[j + 2 * n + 1] * out_scale_[n & 1]);
+        for (int n = 0; n < 4; ++n) x[n] = pack2<Out>(scaled(out[j + 2 * n], n & 1), scaled(out[j + 2 * n + 1], n & 1));
         stmatrix_x4(row_address + column / 64 * 64 * 128 + (((column % 64 / 8 + vector) ^ (at_.lane & 7)) << 4), x[0], x[1],
                     x[2], x[3]);
       }
@@ -120,7 +122,7 @@ class Epilogue {
     for (int r = 0; r < 2; ++r) {
       const int row = at_.row(t, r), columns = row < t.seqlen_q ? static_cast<int>(p_.head_dim_v) : 0;
       store_fragment_row<Out, C::kDv / 8>(out, r, out_at(t, row), columns, kVectors, at_.lane & 3,
-                                          [&](float a, float b) { return pack2<Out>(a * out_scale_[r], b * out_scale_[r]); });
+                                          [&](float a, float b) { return pack2<Out>(scaled(a, r), scaled(b, r)); });
     }
   }
 

@@ -33,6 +33,7 @@
 #include "cuda/kernels/fwd_sm90/consumer.cuh"
 #include "cuda/kernels/fwd_sm90/producer.cuh"
 #include "cuda/kernels/fwd_sm90/scheduler.cuh"
+#include "cuda/kernels/fwd_sm90/segments.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -66,7 +67,8 @@ __device__ __forceinline__ void run_forward(const ForwardParams &params, const S
     setmaxnreg_alloc<C::kConsumerRegisters>();
     const int wg =
         __shfl_sync(~0u, static_cast<int>(threadIdx.x / 128 - 1), 0);  // warp-uniform, and known to the compiler to be
-    Consumer<C>(params, smem, {wg, warp, static_cast<int>(threadIdx.x & 31)}).mainloop();
+    using Consumer = std::conditional_t<C::kSameBits, SegmentConsumer<C>, Consumer<C>>;
+    Consumer(params, smem, {wg, warp, static_cast<int>(threadIdx.x & 31)}).mainloop();
   }
 }
 

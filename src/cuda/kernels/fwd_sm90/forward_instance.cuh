@@ -21,8 +21,9 @@ const void *forward_instance() {
     return reinterpret_cast<const void *>(&sm90_kernel<ForwardWide<Config>>);
   } else {
     using Element = std::conditional_t<kShape.fp8, __nv_fp8_e4m3, Out>;
-    using Config = ForwardConfig<Element, Out, kShape.head_dim, kShape.head_dim_v, kShape.groups, kShape.kv_tile,
-                                 kShape.q_stages, kShape.stages, kShape.out_atoms, kShape.blocks_at_once(), kShape.scores>;
+    using Config =
+        ForwardConfig<Element, Out, kShape.head_dim, kShape.head_dim_v, kShape.groups, kShape.kv_tile, kShape.q_stages,
+                      kShape.stages, kShape.out_atoms, kShape.blocks_at_once(), kShape.scores, kShape.same_bits>;
     static_assert(sizeof(typename Config::Storage) == kShape.shared_bytes());
     return reinterpret_cast<const void *>(&forward<Config>);
   }

@@ -33,6 +33,7 @@ struct ForwardShape {
   int32_t max_causal;   // the same under a causal mask
   ScoreSet scores;      // the score terms it is built for
   bool fp8;             // Q, K and V are e4m3, and V comes transposed
+  bool same_bits;       // for FA_FLAG_SAME_BITS, and for nothing else
   int32_t storage_bytes, score_text_storage_bytes;
   int32_t k_box_atoms, v_box_atoms;  // of a box of K or V
 
@@ -40,7 +41,7 @@ struct ForwardShape {
   constexpr bool wide() const { return is_wide(q_stages); }
   // Whether a kernel with a score text can be made of it, at run time.
   constexpr bool takes_score_text() const {
-    return !fp8 && head_dim <= 256 && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
+    return !fp8 && !same_bits && head_dim <= 256 && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
   }
   constexpr int32_t rows() const { return groups * 64; }        // of a work tile
   constexpr int32_t cluster() const { return wide() ? 2 : 1; }  // CTAs that share a work tile
@@ -61,43 +62,45 @@ struct ForwardShape {
 // blocks of 128 and for masks without blocks, one is for smaller blocks. At head_dim 64 one is for all: with blocks of 128 it is within 2 % of two.
 // At head_dim 320 shared memory has two stages of K and V with KV tiles of 48 keys. With 64 keys and one and a half stages of V, loads are late.
 // The columns of stages are 0 for forward_wide.cuh: WideStorage fills the shared memory that there is. d320c is for few work tiles.
-// X(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8)
+// X(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits)
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_FORWARD_TABLE(X) \
-  X(d64s, 64, 64, 1, 64, 2, 3, 1, 256, 512, kPlain, false)                      \
-  X(d64, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false)        \
-  X(d96, 96, 96, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kPlain, false)         \
-  X(d128s, 128, 128, 2, 128, 2, 2, 2, 256, 256, kPlain, false)                  \
-  X(d128, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kPlain, false)      \
-  X(d192_128, 192, 128, 3, 64, 1, 3, 0, kAnyLength, kAnyLength, kPlain, false)  \
-  X(d192, 192, 192, 2, 80, 1, 2, 3, kAnyLength, kAnyLength, kPlain, false)      \
-  X(d256, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false)      \
-  X(d64g, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false)    \
-  X(d128g, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false)  \
-  X(d256g, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false)  \
-  X(d64b, 64, 64, 1, 64, 2, 3, 1, kAnyLength, kAnyLength, kMasked, false) \
-  X(d128b, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kMasked, false) \
-  X(d128b64, 128, 128, 1, 64, 1, 2, 2, kAnyLength, kAnyLength, kMasked, false) \
-  X(d256b, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMasked, false) \
-  X(d64d, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kDropout, false)     \
-  X(d128d, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kDropout, false)  \
-  X(d64x, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kMaxLogit, false)    \
-  X(d128x, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kMaxLogit, false)  \
-  X(d256x, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMaxLogit, false)  \
-  X(d320x, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kMaxLogit, false)  \
-  X(d64a, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kTileBias, false)     \
-  X(d128a, 128, 128, 3, 64, 1, 3, 1, kAnyLength, kAnyLength, kTileBias, false)  \
-  X(d256a, 256, 256, 2, 64, 1, 2, 1, kAnyLength, kAnyLength, kTileBias, false)  \
-  X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true)        \
-  X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true)      \
-  X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true)      \
-  X(d320, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kPlain, false)      \
-  X(d320c, 320, 320, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false)     \
-  X(d384, 384, 384, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false)      \
-  X(d512, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false)      \
-  X(d320g, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false)  \
-  X(d512g, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false)
+  X(d64s, 64, 64, 1, 64, 2, 3, 1, 256, 512, kPlain, false, false)                      \
+  X(d64, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false, false)        \
+  X(d96, 96, 96, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kPlain, false, false)         \
+  X(d128s, 128, 128, 2, 128, 2, 2, 2, 256, 256, kPlain, false, false)                  \
+  X(d128, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kPlain, false, false)      \
+  X(d192_128, 192, 128, 3, 64, 1, 3, 0, kAnyLength, kAnyLength, kPlain, false, false)  \
+  X(d192, 192, 192, 2, 80, 1, 2, 3, kAnyLength, kAnyLength, kPlain, false, false)      \
+  X(d256, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, false)      \
+  X(d64same, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false, true)     \
+  X(d128same, 128, 128, 2, 128, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, true)  \
+  X(d64g, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)    \
+  X(d128g, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \
+  X(d256g, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \
+  X(d64b, 64, 64, 1, 64, 2, 3, 1, kAnyLength, kAnyLength, kMasked, false, false) \
+  X(d128b, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kMasked, false, false) \
+  X(d128b64, 128, 128, 1, 64, 1, 2, 2, kAnyLength, kAnyLength, kMasked, false, false) \
+  X(d256b, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMasked, false, false) \
+  X(d64d, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kDropout, false, false)     \
+  X(d128d, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kDropout, false, false)  \
+  X(d64x, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kMaxLogit, false, false)    \
+  X(d128x, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kMaxLogit, false, false)  \
+  X(d256x, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMaxLogit, false, false)  \
+  X(d320x, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kMaxLogit, false, false)  \
+  X(d64a, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kTileBias, false, false)     \
+  X(d128a, 128, 128, 3, 64, 1, 3, 1, kAnyLength, kAnyLength, kTileBias, false, false)  \
+  X(d256a, 256, 256, 2, 64, 1, 2, 1, kAnyLength, kAnyLength, kTileBias, false, false)  \
+  X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true, false)        \
+  X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true, false)      \
+  X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true, false)      \
+  X(d320, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kPlain, false, false)      \
+  X(d320c, 320, 320, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false)     \
+  X(d384, 384, 384, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false)      \
+  X(d512, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false)      \
+  X(d320g, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \
+  X(d512g, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)
 
 // clang-format on
 
@@ -116,20 +119,20 @@ constexpr BoxAtoms box_atoms() {
 
 // Shared memory of a line of the table.
 template <int32_t head_dim, int32_t head_dim_v, int32_t groups, int32_t kv_tile, int32_t q_stages, int32_t stages,
-          int32_t out_atoms, bool fp8, ScoreSet scores>
+          int32_t out_atoms, bool fp8, ScoreSet scores, bool same_bits>
 constexpr int32_t forward_storage_bytes() {
   if constexpr (is_wide(q_stages)) {
     return sizeof(WideStorage<head_dim>);
   } else {
-    return sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores>);
+    return sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores, same_bits>);
   }
 }
 
 // clang-format off
-#define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8) \
-  {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8,                   \
-   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores>(),                          \
-   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores)>(),         \
+#define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits) \
+  {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits,                   \
+   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores, same_bits>(),                          \
+   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores), same_bits>(),         \
    box_atoms<head_dim, q_stages>().k, box_atoms<head_dim, q_stages>().v},
 // clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};

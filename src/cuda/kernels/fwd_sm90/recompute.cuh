@@ -10,6 +10,7 @@
 #include "cuda/common/mma.cuh"
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/score_text.cuh"
+#include "cuda/common/segments.h"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/fwd_sm90/dropout.cuh"
 #include "cuda/kernels/fwd_sm90/masked_tiles.cuh"
@@ -54,6 +55,35 @@ class Recompute {
     }
   }
 
+  // For FA_FLAG_SAME_BITS: the scores of rows r with which[r], bit for bit as wgmma has them: mma.sync adds 16 products at a time, too. From global
+  // memory, since the stages of Q and K may have been freed.
+  __device__ __forceinline__ void recompute_scores_by_mma(const WorkTile &t, int key0, const bool (&which)[2],
+                                                          float (&s)[C::kKeys / 2]) const {
+    const int quad = at_.lane & 3, columns = static_cast<int>(p_.head_dim) - 2 * quad;
+    const Element *q[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      q[r] =
+          row_of_tensor<Element>(p_.q, t.q_batch, t.q_row - t.row0 + min(at_.row(t, r), t.seqlen_q - 1), t.head_q) + 2 * quad;
+    }
+    const auto pair = [&](const Element *from, int column) {
+      return column < columns ? *reinterpret_cast<const uint32_t *>(from + column) : 0;
+    };
+#pragma unroll 1
+    for (int j = 0; j < C::kKeys / 8; ++j) {
+      const Element *k = row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key0 + 8 * j + (at_.lane >> 2), t.head_k) + 2 * quad;
+      float x[4] = {};
+#pragma unroll 1
+      for (int column = 0; column < C::kD; column += 16) {
+        const uint32_t a[4] = {pair(q[0], column), pair(q[1], column), pair(q[0], column + 8), pair(q[1], column + 8)};
+        mma_16816<Element>(x, a, pair(k, column), pair(k, column + 8));
+      }
+#pragma unroll
+      for (int n = 0; n < C::kKeys / 2; ++n)
+        if (n / 4 == j && which[n / 2 % 2]) s[n] = x[n % 4];
+    }
+  }
+
   // Recomputes S of a KV tile that is still in shared memory, with mma.sync. `q`, `k`: the stages.
   __device__ __forceinline__ void recompute_scores_from_shared(uint32_t q, uint32_t k, float (&s)[C::kKeys / 2]) const {
     const int lane = at_.lane;
@@ -76,9 +106,9 @@ class Recompute {
 
   // Recomputes out of the masked KV tiles (with a bias or a score text, of all) from global memory, over the visible pairs only. Lane l computes the dot products of row l / 2 of
   // this warp with K, over half of the columns; then every lane multiplies V by the P of its own two rows. With these
-  // `sum` becomes the sums of these rows.
+  // `sum` becomes the sums of these rows. For FA_FLAG_SAME_BITS out of a segment, from all its KV tiles.
   __device__ __forceinline__ void recompute_out(int work_stage, const float (&max)[2], float (&out)[C::kDv / 2],
-                                                float (&sum)[2]) const {
+                                                float (&sum)[2], int segment = 0) const {
     const WorkTile &t = smem_.work_tile(work_stage);
     const int row = at_.row(t, 0) - (at_.lane >> 2) + (at_.lane >> 1);
     const KeyRange keys = keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, row);
@@ -87,7 +117,7 @@ class Recompute {
     const float row_max = (at_.lane >> 4) ? high : low;
     const Element *q = q_row_of_lane(t);
     clear(out);
-    KvTiles tiles(*this, work_stage);
+    KvTiles tiles(*this, work_stage, segment);
     if constexpr (C::kMasksByScore) sum[0] = sum[1] = 0.f;
 #pragma unroll 1
     for (int i = tiles.begin(at_.wg); i < tiles.end(at_.wg); ++i) {
@@ -155,7 +185,7 @@ class Recompute {
   // The KV tiles with masked pairs: by their number in the main loop, or with masks as data those of a range.
   struct TilesByNumber {
     const WorkTile &t;
-    __device__ __forceinline__ TilesByNumber(const Recompute &r, int work_stage) : t(r.smem_.work_tile(work_stage)) {}
+    __device__ __forceinline__ TilesByNumber(const Recompute &r, int work_stage, int) : t(r.smem_.work_tile(work_stage)) {}
     __device__ __forceinline__ int begin(int wg) const { return t.begin[wg]; }
     __device__ __forceinline__ int end(int wg) const { return C::kMasksByScore ? t.kv_tiles : t.masked_end[wg]; }
     __device__ __forceinline__ bool is_masked(int) const { return true; }
@@ -164,7 +194,7 @@ class Recompute {
   struct TilesOfRange {
     const DataMask &mask;
     const MaskedTiles &range;
-    __device__ __forceinline__ TilesOfRange(const Recompute &r, int work_stage)
+    __device__ __forceinline__ TilesOfRange(const Recompute &r, int work_stage, int)
         : mask(r.a_.mask), range(r.smem_.masked_tiles(work_stage)) {}
     __device__ __forceinline__ int begin(int) const { return range.begin; }
     __device__ __forceinline__ int end(int) const { return range.end; }
@@ -175,7 +205,24 @@ class Recompute {
     }
     __device__ __forceinline__ int kv_tile(int i) const { return i; }
   };
-  using KvTiles = std::conditional_t<C::kHasDataMask, TilesOfRange, TilesByNumber>;
+  // Those of a segment.
+  struct TilesOfSegment {
+    const Recompute &r;
+    const int work_stage, segment;
+    static constexpr int kTiles = kSegmentKeys / C::kKeys;
+    __device__ __forceinline__ TilesOfSegment(const Recompute &r, int work_stage, int segment)
+        : r(r), work_stage(work_stage), segment(segment) {}
+    __device__ __forceinline__ int begin(int wg) const {
+      return max(r.smem_.segment_tiles(work_stage, wg).begin, segment * kTiles);
+    }
+    __device__ __forceinline__ int end(int wg) const {
+      return min(r.smem_.segment_tiles(work_stage, wg).end, (segment + 1) * kTiles);
+    }
+    __device__ __forceinline__ bool is_masked(int) const { return true; }
+    __device__ __forceinline__ int kv_tile(int i) const { return i; }
+  };
+  using KvTiles =
+      std::conditional_t<C::kSameBits, TilesOfSegment, std::conditional_t<C::kHasDataMask, TilesOfRange, TilesByNumber>>;
 
   // The score of a pair by the score text; -inf if it masks the pair.
   __device__ __forceinline__ float text_score(const WorkTile &t, int work_stage, float score, int row, int key) const {

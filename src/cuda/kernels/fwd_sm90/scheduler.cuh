@@ -157,14 +157,19 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   if (lane == 0) {
     t.first = all.begin;
     t.kv_tiles = all.size();
-    t.left_masked = left_masked;
-    t.right_masked = right_masked;
+    // For FA_FLAG_SAME_BITS in the order of their keys: as those at the left end are.
+    t.left_masked = C::kSameBits ? all.size() : left_masked;
+    t.right_masked = C::kSameBits ? 0 : right_masked;
   }
   if (lane < kConsumerWarpgroups) {
     const KeyRange mine{max(row0 + lane * 64, 0), min(row0 + lane * 64 + 64, seqlen_q)};
     const KeyRange my_keys = diagonal.visible_keys(mine), my_interior = tiles_inside<kKeys>(diagonal.interior_keys(mine));
     int begin = all.size(), masked_end = begin;
-    if (!my_keys.empty()) {
+    if constexpr (C::kSameBits) {
+      const KeyRange tiles = my_keys.empty() ? KeyRange{all.end, all.end} : tiles_touching<kKeys>(my_keys);
+      begin = tiles.begin - all.begin;
+      smem.segment_tiles(stage, lane) = {tiles.begin, tiles.end, my_interior.begin, my_interior.end};
+    } else if (!my_keys.empty()) {
       begin = all.end - tiles_touching<kKeys>(my_keys).end;
       if (left_masked > 0) {
         masked_end = left_masked + right_masked;

@@ -90,7 +90,19 @@ struct ForwardScoreText {
 };
 struct NoForwardScoreText {};
 
-// The staging memory of out, which kernels that store out from registers do not have.
+// For FA_FLAG_SAME_BITS: what each consumer warpgroup sees of the work tile in each stage, the KV tiles [begin, end) by their number in the
+// sequence, of which those in [inner_begin, inner_end) have no masked pairs; and M and L of the rows' total (segments.cuh).
+template <int kConsumerWarpgroups, int kWorkStages>
+struct ForwardSegments {
+  struct Tiles {
+    int begin, end, inner_begin, inner_end;
+  };
+  Tiles tiles[kWorkStages][kConsumerWarpgroups];
+  float total_stats[kConsumerWarpgroups * 64][2];
+};
+struct NoForwardSegments {};
+
+// The staging memory of out, which kernels that store out from registers do not have. For FA_FLAG_SAME_BITS also the rows' total, in fp32.
 template <int kBytes>
 struct Staging {
   char data[kBytes];
@@ -104,7 +116,7 @@ constexpr int kMaxHeadDimInAtoms = 256;
 
 // Tiles consist of 128-byte swizzle atoms, [atom][row][128 bytes]. TMA and wgmma want them on multiples of 1024 bytes. Barriers are mbarriers.
 template <int kHeadDim, int kHeadDimV, int kConsumerWarpgroups, int kKeys, int kQStages, int kStages, int kOutAtoms, bool kFp8,
-          ScoreSet kScores>
+          ScoreSet kScores, bool kSameBits>
 struct ForwardStorage {
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0;
   static constexpr int kWorkStages = 4, kBiasStages = kHeadDim > 128 ? 1 : 2;  // as there is room
@@ -113,7 +125,7 @@ struct ForwardStorage {
   static constexpr int kQWarpgroupBytes = 64 * kAtoms * 128, kKBytes = kKeys * kAtoms * 128;
   static constexpr int kVBytes =
       kFp8 ? kHeadDimV * 128 : kKeys * kVAtoms * 128;  // fp8: V comes transposed, [head_dim_v][128 bytes]
-  static constexpr int kOutWarpgroupBytes = 64 * kOutAtoms * 128;
+  static constexpr int kOutWarpgroupBytes = 64 * (kSameBits ? 2 * kVAtoms : kOutAtoms) * 128;
 
   char q[kQStages][kConsumerWarpgroups][kQWarpgroupBytes];
   char k[kStages][kKBytes];
@@ -132,6 +144,7 @@ struct ForwardStorage {
                      NoForwardBias>
       bias;
   std::conditional_t<(kScores & kScoreText) != 0, ForwardScoreText<kWorkStages>, NoForwardScoreText> score_text;
+  std::conditional_t<kSameBits, ForwardSegments<kConsumerWarpgroups, kWorkStages>, NoForwardSegments> segments;
 };
 
 }  // namespace fa::cuda::sm90

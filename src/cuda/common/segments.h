@@ -1,0 +1,13 @@
+// SPDX-License-Identifier: Apache-2.0
+// FA_FLAG_SAME_BITS: the segments into which the keys of a sequence are cut, counted from its first key. A segment has a softmax of its own.
+// docs/numerics.md, arithmetic 2, has the contract.
+#pragma once
+
+#include <cstdint>
+
+namespace fa::cuda {
+
+constexpr int32_t kSegmentKeys = 1024;
+constexpr int32_t kSegmentTileKeys = 128;  // of a tile, in which a row's maximum is raised and its sum is added
+
+}  // namespace fa::cuda
