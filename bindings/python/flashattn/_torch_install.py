@@ -127,9 +127,12 @@ class _Handle:
 
 
 def _activate(devices: Tuple[str, ...], deterministic: bool) -> _Handle:
+    # Kernels that multiply fp32 on tensor cores are Hopper's. On others PyTorch's are faster.
+    gpus = range(torch.cuda.device_count()) if "cuda" in devices else ()
+    hopper = all(torch.cuda.get_device_capability(gpu) == (9, 0) for gpu in gpus)
     for device in devices:
         _define_defaults(device)
-        extension.install(device.upper(), device == "cuda", deterministic)
+        extension.install(device.upper(), device == "cuda", deterministic, hopper)
     return _Handle()
 
 
@@ -137,8 +140,8 @@ def install(*, deterministic: bool = True) -> Installation:
     """Lets torch.nn.functional.scaled_dot_product_attention run on the library, on the CPU and, where there is one, on a GPU.
 
     PyTorch chooses among its operators as before: flash attention, on CUDA also cuDNN's and the efficient one, which serve masks and fp32.
-    The library computes all of them, forward and backward. What it refuses, such as dropout, goes to PyTorch's own kernel, and
-    `fallbacks()` says why. The operators do not say whether deterministic algorithms are wanted: gradients are, unless
+    The library computes all of them, forward and backward. What it refuses, such as dropout, goes to PyTorch's own kernel, and so does
+    fp32 on CUDA where the library has no kernels for tensor cores: not on Hopper, above 128 columns, or with a mask. `fallbacks()` says why. The operators do not say whether deterministic algorithms are wanted: gradients are, unless
     deterministic=False.
 
     In PyTorch's registry of flash implementations (torch.nn.attention.list_flash_attention_impls) the name is "flashattn". Returns the

@@ -283,6 +283,7 @@ class TorchExtension(Extension):
             ctypes.c_char_p,
             ctypes.c_int32,
             ctypes.c_int32,
+            ctypes.c_int32,
         ]
         failure.restype, failure.argtypes = ctypes.c_int32, [
             ctypes.POINTER(ctypes.c_char_p)
@@ -296,11 +297,11 @@ class TorchExtension(Extension):
             raise ImportError(problem.decode())
         self._loaded = loaded
 
-    def install(self, key: str, of_cuda: bool, deterministic: bool) -> None:
-        """Puts kernels over those of PyTorch's operators of the CPU or of CUDA, for a dispatch key."""
+    def install(self, key: str, of_cuda: bool, deterministic: bool, fp32: bool) -> None:
+        """Puts kernels over those of PyTorch's operators of the CPU or of CUDA, for a dispatch key. `fp32`: that of CUDA is fast on every GPU."""
         assert self._loaded is not None
         problem = self._loaded.flashattn_torch_install(
-            key.encode(), of_cuda, deterministic
+            key.encode(), of_cuda, deterministic, fp32
         )
         if problem is not None:
             raise RuntimeError(problem.decode())

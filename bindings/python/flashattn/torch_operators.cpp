@@ -456,6 +456,7 @@ void backward(StableIValue *stack, uint64_t, uint64_t) {
 // was there before: an operator of _torch_install.py, which gets the reason before the other arguments.
 constexpr int kRowsFirst[] = {0, 2, 1, 3};
 bool deterministic_gradients;
+bool fast_fp32;  // every GPU multiplies fp32 on tensor cores
 
 // _scaled_dot_product_flash_attention_for_cpu, and on CUDA _scaled_dot_product_flash_attention, ..._cudnn_attention, ..._efficient_attention
 enum class Sdpa { kCpu, kFlash, kCudnn, kEfficient };
@@ -523,6 +524,11 @@ struct SdpaProblem {
     if (problem.v.shape[3] != problem.q.shape[3] && kind != Sdpa::kEfficient)
       fail(kTypeError,
            "query has " + std::to_string(problem.q.shape[3]) + " columns and value " + std::to_string(problem.v.shape[3]));
+    if (kind == Sdpa::kEfficient && problem.q.dtype == FA_FLOAT32 &&
+        (!fast_fp32 || attn_mask || problem.q.shape[3] > 128 || problem.v.shape[3] > 128))
+      fail(kTypeError,
+           "query has dtype torch.float32, which the library has on tensor cores on Hopper alone, without a mask, up to 128 "
+           "columns");
     if (dropout_p != 0) fail(kTypeError, "dropout_p is " + std::to_string(dropout_p) + "; it must be 0");
     // Where there are not as many queries as keys, the operator for flash attention on CUDA aligns the last of both, the others the first.
     if (is_causal) problem.mask = kind == Sdpa::kFlash ? FA_MASK_CAUSAL : FA_MASK_CAUSAL_TOP_LEFT;
@@ -913,7 +919,8 @@ FA_EXPORT int32_t flashattn_torch_failure(const char **text) {
 
 // Puts kernels over those of PyTorch's operators behind scaled_dot_product_attention: those of the CPU (`of_cuda` 0) or of CUDA, for tensors
 // of the dispatch key. Returns what is wrong, or null.
-FA_EXPORT const char *flashattn_torch_install(const char *key, int32_t of_cuda, int32_t deterministic) {
+// `fp32`: see fast_fp32.
+FA_EXPORT const char *flashattn_torch_install(const char *key, int32_t of_cuda, int32_t deterministic, int32_t fp32) {
   static std::string problem;
   try {
     auto kernels = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "aten", key, __FILE__, __LINE__);
@@ -929,6 +936,7 @@ FA_EXPORT const char *flashattn_torch_install(const char *key, int32_t of_cuda, 
           .impl("_scaled_dot_product_flash_attention_for_cpu_backward", cpu_backward);
     }
     deterministic_gradients = deterministic != 0;
+    fast_fp32 = fp32 != 0;
     installed().push_back(std::move(kernels));
     return nullptr;
   } catch (const std::exception &error) {

@@ -263,7 +263,7 @@ class InstallTest(TorchCase):
 
     def test_kernels_of_cuda_on_the_cpu(self):
         """The kernels for CUDA's operators know no device: here they serve tensors of the CPU, for which PyTorch has no such kernels."""
-        extension.install("CPU", True, True)
+        extension.install("CPU", True, True, True)
         operators = torch.ops.aten
         for dtype, causal, masked, rows_first in itertools.product(
             (torch.float32, torch.bfloat16), (False, True), (False, True), (False, True)
@@ -282,6 +282,8 @@ class InstallTest(TorchCase):
             if not masked:
                 runs["flash"] = lambda *x, mask: operators._scaled_dot_product_flash_attention(*x, **options)
             for name, run in runs.items():
+                if masked and name == "efficient" and dtype == torch.float32:
+                    continue  # goes to PyTorch's kernel
                 with self.subTest(name, dtype=dtype, causal=causal, masked=masked, rows_first=rows_first):
                     given = [x.clone().requires_grad_() for x in plain]
                     bias = mask
@@ -305,7 +307,7 @@ class InstallTest(TorchCase):
 
     def test_cudnn_without_lse_and_with_other_numbers_of_rows(self):
         """Its causal mask begins at the first row and key, whatever the numbers of both."""
-        extension.install("CPU", True, True)
+        extension.install("CPU", True, True, True)
         for rows, keys in ((5, 17), (17, 5)):
             given = [self.normal(1, 2, n, 8, grad=False) for n in (rows, keys, keys)]
             out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(*given, None, False, 0.0, True)
@@ -318,13 +320,16 @@ class InstallTest(TorchCase):
         for dtype, causal, masked in itertools.product(
             (torch.float32, torch.float16, torch.bfloat16), (False, True), (False, True)
         ):
-            if causal and masked:
+            fp32 = dtype == torch.float32
+            if (causal or fp32) and masked or fp32 and torch.cuda.get_device_capability() != (9, 0):
                 continue
             with self.subTest(dtype=dtype, causal=causal, masked=masked):
                 given = [self.normal(2, 4, 100, 64, device="cuda", dtype=dtype) for _ in range(3)]
                 mask = self.normal(2, 1, 100, 100, device="cuda", dtype=dtype, grad=False) if masked else None
                 ours = scaled_dot_product_attention(*given, mask, is_causal=causal)
-                direct = flashattn.torch.attention(*(x.transpose(1, 2) for x in given), causal=causal, bias=mask).transpose(1, 2)
+                direct = flashattn.torch.attention(*(x.transpose(1, 2) for x in given), causal=causal, bias=mask).transpose(
+                    1, 2
+                )
                 torch.testing.assert_close(ours, direct, rtol=0, atol=0)
                 dout = self.normal(*ours.shape, device="cuda", dtype=dtype, grad=False)
                 for mine, its in zip(torch.autograd.grad(ours, given, dout), torch.autograd.grad(direct, given, dout)):
