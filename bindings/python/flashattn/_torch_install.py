@@ -127,7 +127,7 @@ class _Handle:
 
 
 def _activate(devices: Tuple[str, ...], deterministic: bool) -> _Handle:
-    # Kernels that multiply fp32 on tensor cores are Hopper's. On others PyTorch's are faster.
+    # fp32 has kernels for tensor cores on Hopper alone. Those without are slower than PyTorch's, as measured on an H200.
     gpus = range(torch.cuda.device_count()) if "cuda" in devices else ()
     hopper = all(torch.cuda.get_device_capability(gpu) == (9, 0) for gpu in gpus)
     for device in devices:
@@ -140,9 +140,9 @@ def install(*, deterministic: bool = True) -> Installation:
     """Lets torch.nn.functional.scaled_dot_product_attention run on the library, on the CPU and, where there is one, on a GPU.
 
     PyTorch chooses among its operators as before: flash attention, on CUDA also cuDNN's and the efficient one, which serve masks and fp32.
-    The library computes all of them, forward and backward. What it refuses, such as dropout, goes to PyTorch's own kernel, and so does
-    fp32 on CUDA where the library has no kernels for tensor cores: not on Hopper, above 128 columns, or with a mask. `fallbacks()` says why. The operators do not say whether deterministic algorithms are wanted: gradients are, unless
-    deterministic=False.
+    The library computes all of them, forward and backward. What it refuses, such as dropout, goes to PyTorch's own kernel, and
+    `fallbacks()` says why. It takes fp32 on CUDA only where it has kernels for tensor cores: on Hopper, up to 128 columns, without a mask.
+    The operators do not say whether deterministic algorithms are wanted: gradients are, unless deterministic=False.
 
     In PyTorch's registry of flash implementations (torch.nn.attention.list_flash_attention_impls) the name is "flashattn". Returns the
     devices that are served, and why others are not; warns of those that this machine has. `uninstall()` takes it back.

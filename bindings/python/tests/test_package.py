@@ -65,6 +65,7 @@ class WheelTest(unittest.TestCase):
             "flashattn/sglang.py",
             "flashattn/jax.py",
             "flashattn/torch_operators.cpp",
+            "flashattn/torch_sdpa.h",
             "flashattn/jax_handlers.cpp",
             "flashattn/_build.py",
             "flashattn/include/flashattn/flashattn.h",
