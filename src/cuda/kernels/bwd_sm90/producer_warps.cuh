@@ -19,9 +19,8 @@ class ProducerWarps : protected SingleCta<C> {
   using Base::dout_full;
   using Base::dq_empty;
   using Base::dq_full;
-  using Base::k_full;
   using Base::kTilesPerWorkStage;
-  using Base::kv_empty;
+  using Base::k_empty;
   using Base::kWg1MaySkip;
   using Base::loads_issued;
   using Base::masked_tiles;
@@ -33,11 +32,10 @@ class ProducerWarps : protected SingleCta<C> {
   using Base::smem_delta;
   using Base::smem_dout;
   using Base::smem_dq;
-  using Base::smem_k;
+  using Base::smem_kv;
   using Base::smem_lse;
   using Base::smem_q;
-  using Base::smem_v;
-  using Base::v_full;
+  using Base::v_empty;
   using Base::work_empty;
   using Base::work_full;
   using typename Base::QPipeline;
@@ -209,7 +207,8 @@ class ProducerWarps : protected SingleCta<C> {
     for (int work_index = 0; next_work_tile(work_index); ++work_index) {
       if (cta_.work().q_tile_begin == cta_.work().q_tile_end) {
         pdl_wait();
-        load_kv(work_index, 0);
+        wait_empty(k_empty(work_index % C::kKvStages), work_index);
+        wait_empty(v_empty(work_index % C::kKvStages), work_index);
       } else {
         load_q_tiles(q_pipe, work_index, visited);
       }
@@ -218,20 +217,31 @@ class ProducerWarps : protected SingleCta<C> {
     }
   }
 
-  // Loads K and V (`bytes` each) when those of the previous work tile are no longer used; with 0 bytes it only completes the
-  // barriers.
-  __device__ __forceinline__ void load_kv(int work_index, uint32_t bytes) const {
-    mbarrier_wait(kv_empty(), work_index & 1 ^ 1);
-    if (!elect_one()) return;
-    const int row = cta_.work().k_start + cta_.work().key0,
-              batch = cta_.problem.k_lengths.cu != nullptr ? 0 : cta_.work().batch;
-    mbarrier_arrive_expect_tx(k_full(), bytes);
-    if (bytes > 0)
-      cta_.template load_tile<C::kTileKv, C::kAtoms, C::kKeyColumns>(smem_k(), cta_.params.k_map, k_full(), row,
-                                                                     cta_.work().head_k, batch, kEvictFirst);
-    mbarrier_arrive_expect_tx(v_full(), bytes);
-    if (bytes > 0)
-      cta_.template load_tile<C::kTileKv>(smem_v(), cta_.params.v_map, v_full(), row, cta_.work().head_k, batch, kEvictFirst);
+  // Loads K and V when their room is free. Their bytes count towards the barriers of the first Q and dO: `q_full`, `dout_full`.
+  __device__ __forceinline__ void load_kv(int work_index, uint32_t q_full, uint32_t dout_full) const {
+    // V of the last work tile is done first.
+    const int stage = work_index % C::kKvStages;
+    if constexpr (C::kSwapsKv) {
+      load_keys<C::kKeyColumns>(Base::k_slot(work_index), cta_.params.k_map, q_full, v_empty(stage), work_index);
+      load_keys<64>(Base::v_slot(work_index), cta_.params.v_map, dout_full, k_empty(stage), work_index);
+    } else {
+      load_keys<64>(Base::v_slot(work_index), cta_.params.v_map, dout_full, v_empty(stage), work_index);
+      load_keys<C::kKeyColumns>(Base::k_slot(work_index), cta_.params.k_map, q_full, k_empty(stage), work_index);
+    }
+  }
+  // K or V, kColumns used columns per swizzle atom, to `slot` when it is `empty`.
+  template <int kColumns>
+  __device__ __forceinline__ void load_keys(int slot, const CUtensorMap &map, uint32_t full, uint32_t empty, int work_index) const {
+    wait_empty(empty, work_index);
+    if (elect_one())
+      cta_.template load_tile<C::kTileKv, C::kAtoms, kColumns>(smem_kv(slot), map, full, cta_.work().k_start + cta_.work().key0,
+                                                               cta_.work().head_k,
+                                                               cta_.problem.k_lengths.cu != nullptr ? 0 : cta_.work().batch,
+                                                               kEvictFirst);
+  }
+  // Waits until K or V of the last work tile with the same barrier is no longer used.
+  __device__ __forceinline__ void wait_empty(uint32_t barrier, int work_index) const {
+    mbarrier_wait(barrier, (C::kKvStages > 1 ? work_index >> 1 : work_index) & 1 ^ 1);
   }
 
   // Calls f(query head, Q tile, cell codes) for the Q tiles of the work tile, in the order of the main loop. With masks as data for the visible ones.
@@ -264,14 +274,14 @@ class ProducerWarps : protected SingleCta<C> {
       if (elect_one()) {
         if constexpr (C::kHasDataMask)
           masked_tiles().visited[visited % BackwardMaskedTiles::kVisited] = {q_tile, head_q, cell_codes};
-        mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
+        mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes + (first ? C::kKBytes : 0));
         cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
                                            batch, kEvictLast);
       }
       // K and V of the first work tile need not wait for an empty barrier. Those of others come behind the first Q and dO,
       // when the previous work tile is done.
       if (first && work_index == 0) {
-        load_kv(work_index, C::kKBytes);
+        load_kv(work_index, q_full(q_pipe.stage()), dout_full(q_pipe.stage()));
         pdl_wait();
       }
       if (elect_one())
@@ -279,13 +289,13 @@ class ProducerWarps : protected SingleCta<C> {
                     cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
       mbarrier_wait(dout_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
       if (elect_one()) {
-        mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
+        mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes + (first ? C::kKBytes : 0));
         cta_.template load_tile<C::kTileQ>(smem_dout(q_pipe.stage()), cta_.params.dout_map, dout_full(q_pipe.stage()), row,
                                            head_q, batch, kEvictLast);
         tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0,
                     cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
       }
-      if (first && work_index > 0) load_kv(work_index, C::kKBytes);
+      if (first && work_index > 0) load_kv(work_index, q_full(q_pipe.stage()), dout_full(q_pipe.stage()));
       if constexpr (C::kHasBias) load_bias(visited, head_q, q_tile);
       first = false;
       q_pipe.advance();

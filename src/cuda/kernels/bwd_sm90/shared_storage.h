@@ -69,18 +69,19 @@ struct SingleCtaStorage {
   static constexpr int kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kBiasStages = kTileQ == 64 ? 2 : 1;  // as there is room
 
-  char k[kTileKv * kAtoms * 128];             // (kTileKv, kD)
-  char v[kTileKv * kAtoms * 128];             // (kTileKv, kD)
+  // K and V of a work tile, and where there is room those of the next one; see SingleCta::k_slot().
+  static constexpr int kKvBytes = kTileKv * kAtoms * 128, kKvTiles = kD <= 64 && kScores == kPlain ? 4 : 2;
+  char kv[kKvTiles][kKvBytes];  // (kTileKv, kD)
   char q[kStages][kTileQ * kAtoms * 128];     // (kTileQ, kD)
   char dout[kStages][kTileQ * kAtoms * 128];  // (kTileQ, kD)
   char ds[2][kTileKv * kTileQ * 2];           // dS^T (kTileKv, kTileQ), of this Q tile and of the previous one
   float dq[kConsumerWarpgroups][kTileQ * kD / kConsumerWarpgroups];  // partials, in the layout of the accumulators
   static constexpr int kStats = (kTileQ + 31) / 32 * 32;             // TMA writes to multiples of 128 bytes
   float lse[kStages][kStats], delta[kStages][kStats];
-  Mbarrier k_full, v_full, ds_full[2], ds_empty[2];
+  Mbarrier ds_full[2], ds_empty[2];
   Mbarrier dq_full[kConsumerWarpgroups], dq_empty[kConsumerWarpgroups];
   Mbarrier q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
-  Mbarrier kv_empty;      // K and V of the work tile are no longer used
+  Mbarrier k_empty[kKvTiles / 2], v_empty[kKvTiles / 2];  // K, or V, of a work tile is no longer used
   Mbarrier loads_issued;  // the producer has issued all loads of the work tile
   Mbarrier work_full[2], work_empty[2];
   WorkTile work_tiles[2][2];  // two stages; one for each consumer warpgroup

@@ -33,7 +33,9 @@ struct BackwardConfig {
   static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
   static constexpr int kDqRegisters = kDqTransposed ? kTileQ / 2 : kDqColumns / 2;
   static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = sizeof(Storage::dq[0]);
-  static constexpr int kKBytes = sizeof(Storage::k), kQBytes = sizeof(Storage::q[0]), kStatBytes = kTileQ * sizeof(float);
+  static constexpr int kKBytes = Storage::kKvBytes, kKvStages = Storage::kKvTiles / 2;
+  static constexpr bool kSwapsKv = kKvStages == 1 && kScores == kPlain && (kD < 128 || !kNanSafe_);
+  static constexpr int kQBytes = sizeof(Storage::q[0]), kStatBytes = kTileQ * sizeof(float);
   static constexpr int kBiasBytes = kTileKv * kTileQ * 2;
   // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
   // atom.
@@ -54,8 +56,7 @@ class SingleCta {
   // ------------------------------------------------------------------------------------------------------------------
 
   using Storage = typename C::Storage;
-  __device__ __forceinline__ uint32_t smem_k() const { return cta_.at(offsetof(Storage, k)); }
-  __device__ __forceinline__ uint32_t smem_v() const { return cta_.at(offsetof(Storage, v)); }
+  __device__ __forceinline__ uint32_t smem_kv(int n) const { return cta_.at(offsetof(Storage, kv), n, C::kKBytes); }
   __device__ __forceinline__ uint32_t smem_q(int n) const { return cta_.at(offsetof(Storage, q), n, sizeof(Storage::q[0])); }
   __device__ __forceinline__ uint32_t smem_dout(int n) const {
     return cta_.at(offsetof(Storage, dout), n, sizeof(Storage::dout[0]));
@@ -70,8 +71,6 @@ class SingleCta {
   __device__ __forceinline__ uint32_t smem_delta(int n) const {
     return cta_.at(offsetof(Storage, delta), n, sizeof(Storage::delta[0]));
   }
-  __device__ __forceinline__ uint32_t k_full() const { return cta_.at(offsetof(Storage, k_full)); }
-  __device__ __forceinline__ uint32_t v_full() const { return cta_.at(offsetof(Storage, v_full)); }
   __device__ __forceinline__ uint32_t ds_full(int n) const {
     return cta_.at(offsetof(Storage, ds_full), n, sizeof(Storage::ds_full[0]));
   }
@@ -96,7 +95,8 @@ class SingleCta {
   __device__ __forceinline__ uint32_t dout_empty(int n) const {
     return cta_.at(offsetof(Storage, dout_empty), n, sizeof(Storage::dout_empty[0]));
   }
-  __device__ __forceinline__ uint32_t kv_empty() const { return cta_.at(offsetof(Storage, kv_empty)); }
+  __device__ __forceinline__ uint32_t k_empty(int n) const { return cta_.at(offsetof(Storage, k_empty), n, sizeof(Mbarrier)); }
+  __device__ __forceinline__ uint32_t v_empty(int n) const { return cta_.at(offsetof(Storage, v_empty), n, sizeof(Mbarrier)); }
   __device__ __forceinline__ uint32_t loads_issued() const { return cta_.at(offsetof(Storage, loads_issued)); }
   __device__ __forceinline__ uint32_t work_full(int n) const {
     return cta_.at(offsetof(Storage, work_full), n, sizeof(Storage::work_full[0]));
@@ -126,6 +126,14 @@ class SingleCta {
   // description of its own, in which the main loop is shorter.
   static constexpr bool kWg1MaySkip = C::kTileQ == 64 && !C::kHasDataMask;
   static constexpr int kTilesPerWorkStage = kWg1MaySkip ? 2 : 1;
+
+  // K and V of work tile number work_index. Where shared memory has room for those of two work tiles, they alternate. Elsewhere K of the next work
+  // tile takes the room of V, which is done first: its last product is dP of the last Q tile, and that of K is dq.
+  static constexpr int k_slot(int work_index) {
+    if (C::kKvStages > 1) return work_index % 2 * 2;
+    return C::kSwapsKv ? work_index % 2 : 0;
+  }
+  static constexpr int v_slot(int work_index) { return k_slot(work_index) ^ 1; }
 
   // A member of what is visited in iteration n of all work tiles, when its Q has arrived. One lane reads, the one that frees Q.
   template <typename T>
