@@ -50,8 +50,9 @@ class Backward : ProducerWarps<C> {
   using Base::dq_warp;
   using Base::ds_empty;
   using Base::ds_full;
-  using Base::kTilesPerWorkStage;
   using Base::k_empty;
+  using Base::kTilesPerWorkStage;
+  using Base::kWg0MaySkip;
   using Base::kWg1MaySkip;
   using Base::loads_issued;
   using Base::masked_tiles;
@@ -66,7 +67,6 @@ class Backward : ProducerWarps<C> {
   using Base::smem_dout;
   using Base::smem_dq;
   using Base::smem_ds;
-  using Base::smem_kv;
   using Base::smem_lse;
   using Base::smem_q;
   using Base::v_empty;
@@ -143,8 +143,9 @@ class Backward : ProducerWarps<C> {
  private:
   using RowStats = typename BackwardCta<C>::RowStats;
 
-  __device__ __forceinline__ uint32_t smem_k() const { return smem_kv(C::kKvStages > 1 || C::kSwapsKv ? Base::k_slot(kv_) : 0); }
-  __device__ __forceinline__ uint32_t smem_v() const { return smem_kv(C::kKvStages > 1 || C::kSwapsKv ? Base::v_slot(kv_) : 1); }
+  __device__ __forceinline__ int kv_stage() const { return C::kKvStages > 1 ? kv_stage_ : 0; }
+  __device__ __forceinline__ uint32_t smem_k() const { return Base::smem_k(kv_stage()); }
+  __device__ __forceinline__ uint32_t smem_v() const { return Base::smem_v(kv_stage()); }
 
   // The operands of this warpgroup's dq partial: queries of dS, and columns of K.
   __device__ __forceinline__ uint32_t dq_ds_operand(uint32_t ds) const { return ds + wg_ % C::kDqRowParts * C::kTileKv * 128; }
@@ -212,12 +213,21 @@ class Backward : ProducerWarps<C> {
       if constexpr (kWg1MaySkip) cta_.work_stage += wg_;
 #pragma unroll
       for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
-      if constexpr (C::kKvStages > 1 || C::kSwapsKv) kv_ = uniform(work_index & 1);
+      if constexpr (C::kKvStages > 1) kv_stage_ = uniform(work_index % C::kKvStages);
       const bool wg1_skips = kWg1MaySkip && cta_.work().wg1_skips;
       if (cta_.work().q_tile_begin < cta_.work().q_tile_end || wg1_skips) {
         int q_tile = cta_.work().q_tile_end - 1;
         head_in_group_ = 0;
         has_prev_ = false;
+        if (kWg0MaySkip && cta_.work().wg0_skips && wg_ == 0) {
+          stage_ = uniform(q_pipe.stage());
+          ds_stage_ = uniform(n & 1);
+          skip_q_tile(q_pipe.phase(), n);
+          ++n;
+          q_pipe.advance();
+          has_prev_ = true;
+          --q_tile;
+        }
         if constexpr (C::kHasDataMask) {
 #pragma unroll 1
           for (int left = masked_tiles().visible[cta_.work_stage]; left > 0; --left) {
@@ -243,7 +253,7 @@ class Backward : ProducerWarps<C> {
             has_prev_ = true;
           } while (head_in_group_ < static_cast<int>(cta_.problem.group));
         }
-        release_kv(v_empty(C::kKvStages > 1 ? kv_ : 0));
+        release_kv(v_empty(kv_stage()));
         if (kWg1MaySkip && cta_.work().wg1_skips && wg_ == 1) {
           stage_ = uniform(q_pipe.stage());
           ds_stage_ = uniform(n & 1);
@@ -253,9 +263,9 @@ class Backward : ProducerWarps<C> {
         }
         finish_dq(kWg1MaySkip ? opaque(n) : n, kWg1MaySkip && cta_.work().wg1_skips);
       } else {
-        release_kv(v_empty(C::kKvStages > 1 ? kv_ : 0));
+        release_kv(v_empty(kv_stage()));
       }
-      release_kv(k_empty(C::kKvStages > 1 ? kv_ : 0));
+      release_kv(k_empty(kv_stage()));
       if (C::kSplitTail && cta_.work().splits > 1 && !add_splits()) {
         work_index = cta_.work().work_index;
         release_work_tile(work_index++);
@@ -646,7 +656,7 @@ class Backward : ProducerWarps<C> {
   int head_in_group_;     // query head of the GQA group
   bool has_prev_;         // whether the work tile had a Q tile before this one
   int stage_, ds_stage_;  // pipeline stage of Q and dO, and of dS
-  int kv_;                // parity of the work tile's number: where K and V lie
+  int kv_stage_;          // of K and V, where there are two
   float s_[C::kTileQ / 2], dp_[C::kDpQueries / 2], dq_[C::kDqRegisters];
   uint32_t p16_[C::kTileQ / 16][4], ds16_[C::kDpParts][C::kDpQueries / 16][4];
   float dk_[C::kD / 2], dv_[C::kD / 2];

@@ -19,8 +19,9 @@ class ProducerWarps : protected SingleCta<C> {
   using Base::dout_full;
   using Base::dq_empty;
   using Base::dq_full;
-  using Base::kTilesPerWorkStage;
   using Base::k_empty;
+  using Base::kTilesPerWorkStage;
+  using Base::kWg0MaySkip;
   using Base::kWg1MaySkip;
   using Base::loads_issued;
   using Base::masked_tiles;
@@ -32,9 +33,10 @@ class ProducerWarps : protected SingleCta<C> {
   using Base::smem_delta;
   using Base::smem_dout;
   using Base::smem_dq;
-  using Base::smem_kv;
+  using Base::smem_k;
   using Base::smem_lse;
   using Base::smem_q;
+  using Base::smem_v;
   using Base::v_empty;
   using Base::work_empty;
   using Base::work_full;
@@ -73,16 +75,23 @@ class ProducerWarps : protected SingleCta<C> {
         } else if (more) {
           cta_.describe_work_tile(index, next);
           if constexpr (C::kSplitTail) next.splits = 1;
+          if (cta_.is_cyclic()) {
+            // Every Q tile is alike, whatever its place: P of rows behind the end of the sequence is 0 by their lse.
+            next.seqlen_q = next.q_tile_end * C::kTileQ;
+          }
         } else {
           next.batch = -1;
         }
         if constexpr (kWg1MaySkip) {
           next.wg1_skips = more && wg1_sees_nothing_of_first_tile(next);
+          if constexpr (kWg0MaySkip) next.wg0_skips = more && wg0_sees_nothing_of_last_tile(next);
           WorkTile &wg1_tile = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage + 1];
           // The rest is zero. All of it at once would spill.
           memcpy(&wg1_tile, &next, offsetof(WorkTile, nan_safe));
           for (auto &stage : wg1_tile.nan_safe) stage[0] = stage[1] = 0.f;
           wg1_tile.q_tile_begin += next.wg1_skips;
+          cta_.describe_full_q_tiles(next.key0, 64, next);
+          cta_.describe_full_q_tiles(next.key0 + 64, 64, wg1_tile);
         }
         if (!C::kHasDataMask) mbarrier_arrive(work_full((work_index & 1)));
       }
@@ -139,6 +148,10 @@ class ProducerWarps : protected SingleCta<C> {
     return cta_.problem.group == 1 && next.q_tile_begin < next.q_tile_end &&
            (next.q_tile_begin + 1) * C::kTileQ - 1 + next.band_last < next.key0 + 64;
   }
+  __device__ __forceinline__ bool wg0_sees_nothing_of_last_tile(const WorkTile &next) const {
+    return cta_.problem.group == 1 && next.q_tile_begin + 1 < next.q_tile_end &&
+           (next.q_tile_end - 1) * C::kTileQ + next.band_first > next.key0 + 63;
+  }
   // With masks as data: of 32 Q tiles of a query head, from `q_tile` down to `first`, those that the work tile sees, and of these the ones in which the cell
   // map says that a pair may be masked; bit l is q_tile - l. All lanes take part.
   struct QTileBits {
@@ -190,6 +203,16 @@ class ProducerWarps : protected SingleCta<C> {
     uint32_t parity = 0;
     int visited = 0;
     pdl_wait();
+    if constexpr (C::kDqTransposed) {
+      if (cta_.is_cyclic()) {
+        for (int work_index = 0; next_work_tile(work_index); ++work_index) {
+          cta_.reduce_dq_cyclic(partial, smem_dq(partial), dq_full(partial), dq_empty(partial), parity);
+          release_work_tile(work_index);
+        }
+        bulk_wait_group();
+        return;
+      }
+    }
     for (int work_index = 0; next_work_tile(work_index); ++work_index) {
       cta_.reduce_dq(partial, smem_dq(partial), dq_full(partial), dq_empty(partial), parity, 0, &visited);
       release_work_tile(work_index);
@@ -217,31 +240,25 @@ class ProducerWarps : protected SingleCta<C> {
     }
   }
 
-  // Loads K and V when their room is free. Their bytes count towards the barriers of the first Q and dO: `q_full`, `dout_full`.
+  // Loads V and K, when those of an earlier work tile are no longer used: V first, whose last product, dP, comes before that of K, dq. Their bytes count
+  // towards the barriers of the first Q and dO: `q_full`, `dout_full`.
   __device__ __forceinline__ void load_kv(int work_index, uint32_t q_full, uint32_t dout_full) const {
-    // V of the last work tile is done first.
     const int stage = work_index % C::kKvStages;
-    if constexpr (C::kSwapsKv) {
-      load_keys<C::kKeyColumns>(Base::k_slot(work_index), cta_.params.k_map, q_full, v_empty(stage), work_index);
-      load_keys<64>(Base::v_slot(work_index), cta_.params.v_map, dout_full, k_empty(stage), work_index);
-    } else {
-      load_keys<64>(Base::v_slot(work_index), cta_.params.v_map, dout_full, v_empty(stage), work_index);
-      load_keys<C::kKeyColumns>(Base::k_slot(work_index), cta_.params.k_map, q_full, k_empty(stage), work_index);
-    }
+    load_keys<64>(smem_v(stage), cta_.params.v_map, dout_full, v_empty(stage), work_index);
+    load_keys<C::kKeyColumns>(smem_k(stage), cta_.params.k_map, q_full, k_empty(stage), work_index);
   }
-  // K or V, kColumns used columns per swizzle atom, to `slot` when it is `empty`.
+  // kColumns: used columns of a swizzle atom.
   template <int kColumns>
-  __device__ __forceinline__ void load_keys(int slot, const CUtensorMap &map, uint32_t full, uint32_t empty, int work_index) const {
+  __device__ __forceinline__ void load_keys(uint32_t tile, const CUtensorMap &map, uint32_t full, uint32_t empty,
+                                            int work_index) const {
     wait_empty(empty, work_index);
     if (elect_one())
-      cta_.template load_tile<C::kTileKv, C::kAtoms, kColumns>(smem_kv(slot), map, full, cta_.work().k_start + cta_.work().key0,
-                                                               cta_.work().head_k,
-                                                               cta_.problem.k_lengths.cu != nullptr ? 0 : cta_.work().batch,
-                                                               kEvictFirst);
+      cta_.template load_tile<C::kTileKv, C::kAtoms, kColumns>(
+          tile, map, full, cta_.work().k_start + cta_.work().key0, cta_.work().head_k,
+          cta_.problem.k_lengths.cu != nullptr ? 0 : cta_.work().batch, kEvictFirst);
   }
-  // Waits until K or V of the last work tile with the same barrier is no longer used.
   __device__ __forceinline__ void wait_empty(uint32_t barrier, int work_index) const {
-    mbarrier_wait(barrier, (C::kKvStages > 1 ? work_index >> 1 : work_index) & 1 ^ 1);
+    mbarrier_wait(barrier, work_index / C::kKvStages & 1 ^ 1);
   }
 
   // Calls f(query head, Q tile, cell codes) for the Q tiles of the work tile, in the order of the main loop. With masks as data for the visible ones.
