@@ -60,6 +60,16 @@ std::vector<Shape> shapes() {
     large.mask = {FA_MASK_CAUSAL};
     all.push_back(large);
   }
+  // Many keys: work tiles add to dq in cyclic order.
+  Shape cyclic;
+  cyclic.name = "CyclicD128";
+  cyclic.flags = FA_FLAG_DETERMINISTIC;
+  cyclic.head_dim = 128;
+  cyclic.heads_q = 8;
+  cyclic.heads_k = 4;
+  cyclic.seqlen_q = 2300;
+  cyclic.seqlen_k = 5000;
+  all.push_back(cyclic);
   return all;
 }
 

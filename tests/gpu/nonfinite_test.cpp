@@ -75,6 +75,7 @@ TEST_P(Nonfinite, ReachesOnlyRowsThatSeeIt) {
   Attention attention(context_, stream_, shape);
   const Gradients clean = run(attention);
   const int64_t group = shape.group(), shift = shape.mask.kind == FA_MASK_CAUSAL ? shape.seqlen_k - shape.seqlen_q : 0;
+  const int64_t left = shape.mask.window_left >= 0 ? shape.mask.window_left : shape.seqlen_q + shape.seqlen_k;
   std::mt19937_64 random(run_seed());
   const uint16_t values[] = {0x7FC0, 0x7F80, 0xFF80};  // NaN, Inf, -Inf
   struct {
@@ -105,7 +106,10 @@ TEST_P(Nonfinite, ReachesOnlyRowsThatSeeIt) {
       const int64_t last = shape.heads_k - 1;
       if (of_query) {
         // Keys that the query does not see, and other queries.
-        const int64_t hidden = std::clamp<int64_t>(row + shift + 1, 0, shape.seqlen_k);
+        const int64_t hidden = std::clamp<int64_t>(row + shift + 1, 0, shape.seqlen_k),
+                      first = std::clamp<int64_t>(row + shift - left, 0, shape.seqlen_k);
+        EXPECT_LT(poisoned.dk.difference(clean.dk, last, 0, first), kRounding);
+        EXPECT_LT(poisoned.dv.difference(clean.dv, last, 0, first), kRounding);
         EXPECT_LT(poisoned.dk.difference(clean.dk, last, hidden, shape.seqlen_k), kRounding);
         EXPECT_LT(poisoned.dv.difference(clean.dv, last, hidden, shape.seqlen_k), kRounding);
         EXPECT_LT(poisoned.dq.difference(clean.dq, head, 0, shape.seqlen_q, row), kRounding);
@@ -114,9 +118,11 @@ TEST_P(Nonfinite, ReachesOnlyRowsThatSeeIt) {
         }
       } else {
         // Queries that do not see the key.
-        const int64_t seen = std::clamp<int64_t>(row - shift, 0, shape.seqlen_q);
+        const int64_t seen = std::clamp<int64_t>(row - shift, 0, shape.seqlen_q),
+                      behind = std::clamp<int64_t>(row - shift + left + 1, seen, shape.seqlen_q);
         for (int64_t h = last * group; h < shape.heads_q; ++h) {
           EXPECT_LT(poisoned.dq.difference(clean.dq, h, 0, seen), kRounding);
+          EXPECT_LT(poisoned.dq.difference(clean.dq, h, behind, shape.seqlen_q), kRounding);
           // NaN shows in all that do. Inf of either sign may make P of a key 0.
           if (seen < shape.seqlen_q && std::isnan(to_float(value))) {
             EXPECT_FALSE(poisoned.dq.all_finite(h, seen, shape.seqlen_q));
@@ -153,6 +159,8 @@ std::vector<Shape> shapes() {
   add("CausalDeterministic", 2160, 2160, FA_MASK_CAUSAL, [](Shape &s) { s.flags = FA_FLAG_DETERMINISTIC; });
   add("CausalD64", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.head_dim = 64; });
   add("CausalD96", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.head_dim = 96; });
+  add("Window", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.heads_q = s.heads_k = 64, s.mask.window_left = 1000; });
+  add("WindowD64", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.head_dim = 64, s.mask.window_left = 1000; });
   add("CausalSoftcap", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.softcap = 20; });
   add("CausalPacked", 2160, 2160, FA_MASK_CAUSAL, [](Shape &s) { s.slots_q = s.slots_k = {2160}; });
   return all;

@@ -12,6 +12,7 @@
 
 #include "cuda/kernels/bwd_sm80/backward_table.h"
 #include "cuda/kernels/bwd_sm90/backward_table.h"
+#include "cuda/kernels/bwd_sm90/cyclic_order.h"
 #include "cuda/kernels/bwd_sm90/split_tail.h"
 #include "cuda/kernels/fwd_sm90/forward_table.h"
 #include "cuda/kernels/fwd_sm90/tile_order.h"
@@ -280,14 +281,20 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
     EXPECT_EQ(backward_plan(b, h200()).zero_dq_sum, head_dim == 256) << head_dim;  // that one adds from registers
     b.forward.k_lengths.max_len = 8192;
     const BackwardPlan unordered = backward_plan(b, h200());
-    EXPECT_TRUE(unordered.zero_dq_sum) << head_dim;
+    EXPECT_EQ(unordered.zero_dq_sum, head_dim != 64) << "64 work tiles see a Q tile";
+    b.forward.band = {1024, 0, false};
+    EXPECT_EQ(backward_plan(b, h200()).zero_dq_sum, head_dim > 128) << "ten do in a window";
+    b.forward.band = {Band::kUnlimited, Band::kUnlimited, false};
     b.forward.deterministic = true;
     const BackwardPlan ordered = backward_plan(b, h200());
     EXPECT_EQ(ordered.family, Family::sm90) << head_dim;
     EXPECT_FALSE(ordered.zero_dq_sum) << head_dim;
-    // In order at most eight blocks of keys of a head are worked on at once, if there are heads enough.
+    // In order at most eight blocks of keys of a head are worked on at once, if there are heads enough. In cyclic order there is no need.
+    EXPECT_EQ(ordered.cyclic, head_dim == 128);
     EXPECT_GE(ordered.heads_per_l2_group,
-              std::min(b.forward.heads_k * b.forward.batch, int64_t{h200().multiprocessors} / (head_dim >= 192 ? 16 : 8)))
+              ordered.cyclic
+                  ? 1
+                  : std::min(b.forward.heads_k * b.forward.batch, int64_t{h200().multiprocessors} / (head_dim >= 192 ? 16 : 8)))
         << head_dim;
     EXPECT_GE(ordered.heads_per_l2_group, unordered.heads_per_l2_group) << head_dim;
     // CTAs or clusters are persistent, except for long sequences of keys with 256 columns.
@@ -295,10 +302,13 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
     if (head_dim == 256) {
       EXPECT_EQ(ordered.blocks, h200().multiprocessors);
     }
-    // In order, tall Q tiles (head_dim 128) lose where keys are many.
-    EXPECT_EQ(ordered.shape == unordered.shape, head_dim < 256 && head_dim != 128) << head_dim;
+    EXPECT_EQ(ordered.shape == unordered.shape, head_dim < 256) << head_dim;
     EXPECT_TRUE(sm90::kBackwardShapes[ordered.shape].ordered) << head_dim;
-    if (head_dim != 128) {
+    if (ordered.cyclic) {  // two sums for dq
+      EXPECT_GE(ordered.dq_semaphore_offset - ordered.dq_sum_offset,
+                (unordered.dq_semaphore_offset - unordered.dq_sum_offset) * 2 - 256);
+      EXPECT_EQ(ordered.dq_semaphores, 2 * unordered.dq_semaphores);
+    } else {
       EXPECT_EQ(ordered.workspace_bytes, unordered.workspace_bytes) << head_dim;
     }
     EXPECT_GE(ordered.workspace_bytes,
@@ -557,6 +567,29 @@ TEST(CudaPlanHopper, SplitTailHasEveryQTileOnce) {
   }
 }
 
+// Cyclic order: of either sum for dq of a Q tile, the work tiles that add to it have the positions 0, 1, ... in ascending order, so each waits for lower ones
+// alone. Every work tile adds to every Q tile once, and every Q tile has something in its second sum.
+TEST(CudaPlanHopper, CyclicOrderHasEveryPositionOnce) {
+  for (const int work_tiles : {1, 2, 3, 22, 64, 128, 300}) {
+    for (const int q_tiles : {1, 2, 5, 35, 103, 205}) {
+      const sm90::CyclicOrder order(q_tiles, work_tiles);
+      std::vector<std::array<int, 2>> next(static_cast<size_t>(q_tiles));
+      for (int work_tile = 0; work_tile < work_tiles; ++work_tile) {
+        std::set<int> visited;
+        for (int n = q_tiles - 1; n >= 0; --n) {
+          const sm90::CyclicOrder::Place place = order.at(work_tile, n);
+          ASSERT_TRUE(place.q_tile >= 0 && place.q_tile < q_tiles);
+          visited.insert(place.q_tile);
+          EXPECT_EQ(place.position, next[static_cast<size_t>(place.q_tile)][place.second]++)
+              << work_tile << " of " << work_tiles;
+        }
+        EXPECT_EQ(visited.size(), static_cast<size_t>(q_tiles));
+      }
+      for (const auto &both : next) EXPECT_TRUE(both[0] + both[1] == work_tiles && both[1] > 0);
+    }
+  }
+}
+
 // Which backward launches are split at their end, and which of their L2 groups are one there.
 TEST(CudaPlanHopper, EndOfTheBackwardLaunch) {
   const auto plan = [](int64_t seqlen, int64_t head_dim, auto vary) {
@@ -657,7 +690,7 @@ TEST(CudaPlanHopper, KernelsWithoutNanSafePath) {
     EXPECT_FALSE(is_safe(plan_of(head_dim, 4096, 2048, [](MaskedProblem &p) { p.band = {Band::kUnlimited, 0, true}; })));
     EXPECT_FALSE(is_safe(plan_of(head_dim, 4096, 4096, [&](MaskedProblem &p) { p.sink = &sink; })));
     EXPECT_FALSE(is_safe(plan_of(head_dim, 4096, 4096, deterministic)));
-    EXPECT_EQ(is_safe(plan_of(head_dim, 16384, 16384, deterministic)), rows == 80);
+    EXPECT_FALSE(is_safe(plan_of(head_dim, 16384, 16384, deterministic)));
     // Keys that are not used may hold anything.
     const BackwardPlan shorter = plan_of(head_dim, 4096, 4096, [&](MaskedProblem &p) { p.k_lengths.used = &lengths; });
     EXPECT_FALSE(is_safe(shorter));
@@ -669,8 +702,9 @@ TEST(CudaPlanHopper, KernelsWithoutNanSafePath) {
   EXPECT_TRUE(is_safe(plan_of(64, 1024, 1024, dropout))) << "gained nothing";
   EXPECT_FALSE(is_safe(plan_of(128, 1024, 1024, [](MaskedProblem &p) { p.softcap = 30; })));
   // With Q tiles of 80 rows.
-  EXPECT_TRUE(is_safe(plan_of(128, 512, 700, plain))) << "seven Q tiles are 560 rows";
-  EXPECT_TRUE(is_safe(plan_of(128, 4096, 4096, window(1024)))) << "main loops are short";
+  EXPECT_EQ(plan_of(128, 512, 700, plain).q_tiles, 8) << "seven Q tiles are 560 rows";
+  EXPECT_EQ(plan_of(128, 4096, 4096, window(1024)).q_tiles, 64) << "main loops are short";
+  EXPECT_FALSE(is_safe(plan_of(128, 4096, 4096, window(1024))));
   EXPECT_TRUE(is_safe(plan_of(128, 1024, 1024, causal)));
   // The second pass has to pay.
   device = h200();

@@ -87,7 +87,11 @@ TEST(CudaSelect, TheNextKernelThatIsBuiltServes) {
   EXPECT_EQ(forward_name(p, device_with_only("sm80")), "sm80_fwd_bf16_d128_split");
   EXPECT_EQ(forward_name(p, device_with_only("simt_fwd_any_d512")), "simt_fwd_bf16_d512");
   EXPECT_EQ(backward_name(p, h200()), "sm90_bwd_bf16_d128t");
-  EXPECT_EQ(backward_name(p, device_without("sm90_bwd_bf16_d128t")), "sm90_bwd_bf16_d128");
+  EXPECT_EQ(backward_name(p, device_without("sm90_bwd_bf16_d128t")), "sm90_bwd_bf16_d128n");
+  EXPECT_EQ(backward_name(p, device_with([](const std::string &name) {
+                            return !begins_with(name, "sm90_bwd_bf16_d128t") && !begins_with(name, "sm90_bwd_bf16_d128n");
+                          })),
+            "sm90_bwd_bf16_d128");
   EXPECT_EQ(backward_name(p, device_without("sm90_bwd_bf16_d128")), "sm90_bwd_bf16_d192_128");
   EXPECT_EQ(backward_name(p, device_without("sm90")), "sm80_bwd_bf16_d128");
   EXPECT_EQ(backward_name(p, device_with_only("simt")), "simt_bwd_bf16_d128");

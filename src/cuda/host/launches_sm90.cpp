@@ -78,6 +78,7 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
     params.blocks = tail.first_tile + tail.units;
   }
   params.ordered = p.deterministic;
+  if (plan.cyclic) params.cyclic = CyclicOrder(plan.q_tiles, plan.key_blocks);
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;
   params.raw = raw_unit(b.forward);

@@ -79,6 +79,7 @@ struct BackwardPlan {
   int32_t last_heads = 0;  // sm90: fewest heads of the last L2 group
   // sm90: so many work tiles at the end are divided among split_units CTAs, in at most splits_per_tile splits each; 0: none.
   int32_t split_tiles = 0, split_units = 0, splits_per_tile = 0;
+  bool cyclic = false;         // sm90: work tiles add to two sums for dQ, in cyclic order (cyclic_order.h)
   int32_t split_counters = 0;  // in the workspace, behind those of dQ
   size_t split_offset = 0;     // in the workspace
   int32_t dbias_shape = -1;    // sm90: the sm80 kernel whose second pass computes dbias

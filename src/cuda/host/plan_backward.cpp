@@ -19,11 +19,11 @@ void lay_out_workspace(const BackwardProblem &b, const Shape &shape, BackwardPla
   plan.q_tile_rows = shape.rows;
   plan.q_tiles = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.q_lengths.max_len, shape.rows), 1));
   const size_t tiles = static_cast<size_t>(q_tiles_of_a_head(p, shape.rows, plan.q_tiles) * p.heads_q),
-               rows = tiles * shape.rows;
+               rows = tiles * shape.rows, sums = plan.cyclic ? 2 : 1;
   plan.row_delta_offset = align_up(rows * sizeof(float));
   plan.dq_sum_offset = plan.row_delta_offset + align_up(rows * sizeof(float));
   plan.dq_semaphore_offset =
-      plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(rows * plan.dq_sum_columns * sizeof(float)) : 0);
+      plan.dq_sum_offset + (b.dq.data != nullptr ? align_up(sums * rows * plan.dq_sum_columns * sizeof(float)) : 0);
   plan.workspace_bytes =
       plan.dq_semaphore_offset + (plan.dq_semaphores > 0 ? align_up((tiles * plan.dq_semaphores + 1) * sizeof(int32_t)) : 0);
 }
@@ -57,6 +57,23 @@ bool merges_last_groups(const Problem &p, const sm90::BackwardShape &shape, cons
          plan.key_blocks <= 64;
 }
 
+// Work tiles that see a Q tile, at most.
+int64_t work_tiles_of_q_tile(const MaskedProblem &p, const sm90::BackwardShape &shape, const BackwardPlan &plan) {
+  const Diagonal<int32_t>::Limits limits(p.band);
+  const int64_t keys = int64_t{limits.left} + limits.right + shape.rows;  // that its queries see
+  return std::min<int64_t>(plan.key_blocks, ceil_div(keys - 1, shape.keys()) + 1);
+}
+
+// Where no more work tiles than these see a Q tile, the first one stores its part of dq, and the accumulator is not zeroed. Zeroing takes a fifteenth of the
+// time of short sequences and of windows. With more work tiles CTAs lose more by waiting for the first of them, unless they wait for one another anyway.
+// Pairs that keep P in registers are fast enough to lose by it from 1k keys on; those that do not add from registers, and store only in order.
+int64_t few_work_tiles(const Problem &p, const sm90::BackwardShape &shape) {
+  if (shape.blocks() > 1) return shape.p_through_smem() ? 0 : 4;
+  if (shape.scores != kPlain) return 16;
+  // Long iterations leave time for the first one.
+  return shape.rows >= 128 ? 64 : shape.transposes_dq() && is_causal(p) ? 32 : 16;
+}
+
 // Whether the bands of all queries hold every key, whatever the lengths are.
 bool has_unlimited_bands(const MaskedProblem &p) {
   return !is_causal(p) && Diagonal<int32_t>::Limits(p.band).left >= Diagonal<int32_t>::kLongest;
@@ -67,6 +84,10 @@ bool shows_all_pairs(const MaskedProblem &p) {
          p.k_lengths.used == nullptr && p.seqstart_k == nullptr && !p.masked_by_data();
 }
 
+// In deterministic mode work tiles of a head that start at the same time wait for one another in a chain. With more keys than these they add in cyclic
+// order (cyclic_order.h) where all main loops are alike. That needs a second sum for dq, which costs more than a short chain.
+constexpr int64_t kMostInChain = 2048;
+
 // Kernels without a NaN-safe path serve problems in which every query sees every key. Where pairs are hidden a flag says whether a second pass is needed
 // (nan_safe_pass), and only large problems gain more than its launches cost.
 bool does_without_nan_safe_path(const MaskedProblem &p, const Device &device, const sm90::BackwardShape &shape) {
@@ -76,15 +97,17 @@ bool does_without_nan_safe_path(const MaskedProblem &p, const Device &device, co
   const int64_t span = int64_t{limits.left} + limits.right;
   if (shape.transposes_dq()) {  // Q tiles of 80 rows
     // Queries of a main loop with a mask, and keys in deterministic mode.
-    constexpr int64_t kFewestMasked = 2048, kMostOrdered = 4096;
+    constexpr int64_t kFewestMasked = 2048, kMostInTallChain = 4096;
     // Rows that fill up the last Q tile take a part of the gain, which is at least 5 %.
     const auto padded = [&](int64_t rows) { return ceil_div(queries, rows) * rows; };
     if (padded(shape.rows) * 19 > padded(64) * 20) return false;
-    // In the order of deterministic mode, many work tiles lose more than they gain.
-    if (p.deterministic && has_unlimited_bands(p) && keys > kMostOrdered) return false;
+    // In a long chain of deterministic mode they lose more than they gain.
+    if (p.deterministic && has_unlimited_bands(p) && keys > kMostInTallChain && !shows_all) return false;
     if (!shows_all && std::min(queries, span) < kFewestMasked) return false;
   }
   if (shows_all) return true;
+  // D128 with Q tiles of 64: windows gain, longer main loops do not.
+  if (shape.head_dim == 128 && shape.rows == 64 && shape.scores == kPlain && span >= Diagonal<int32_t>::kLongest) return false;
   const int64_t rows = p.q_lengths.cu != nullptr ? p.q_lengths.total : p.batch * queries;
   const double pairs = static_cast<double>(rows * p.heads_q) * static_cast<double>(std::min(keys, span));
   // With 64 columns the gain is three times as large.
@@ -178,26 +201,25 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   plan.shape = row->shape;
   plan.reason = hopper_reason(shape.scores);
   if (shape.design == sm90::Design::separate) return plan_separate_gradients(b, device, shape, plan, error);
+  plan.cyclic = p.deterministic && shape.transposes_dq() && shows_all_pairs(b.forward) && p.k_lengths.max_len > kMostInChain;
   // In deterministic mode the CTAs that work on a head at the same time wait for one another in a chain: no more than eight of them.
   const int64_t at_once = device.multiprocessors / shape.blocks();
   // Grouped heads under a causal mask have long work tiles, and few: those of an L2 group should be as many as the CTAs, or the CTAs begin the
   // longest of the last head late. Measured with groups of 4; groups of 8 lost by it.
   constexpr int64_t kMostGrouped = 4;
-  const int64_t at_least = p.deterministic ? at_once / 8
+  const int64_t at_least = plan.cyclic       ? 1
+                           : p.deterministic ? at_once / 8
                            : is_causal(p) && p.group > 1 && p.group <= kMostGrouped
                                ? ceil_div(at_once, std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.keys()), 1))
                                : 1;
-  FA_RETURN_IF_ERROR(plan_tensor_cores(b, device, shape, sm90::kDqSemaphoresPerTile, at_least, plan, error));
+  FA_RETURN_IF_ERROR(
+      plan_tensor_cores(b, device, shape, (plan.cyclic ? 2 : 1) * sm90::kDqSemaphoresPerTile, at_least, plan, error));
   // Persistent CTAs take their tiles of keys from a counter.
   plan.blocks = int64_t{plan.key_blocks} * p.heads_k * p.batch * shape.blocks();
   if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
   if (shape.blocks() == 1 && shape.scores == kPlain) split_tail(b.forward, at_once, shape, plan);
   if (merges_last_groups(p, shape, plan)) plan.last_heads = 2 * plan.heads_per_l2_group;
-  // Zeroing the accumulator takes a fifteenth of the time of short sequences. With long ones CTAs lose more by waiting for the first of them,
-  // unless they wait for one another anyway. Pairs that keep P in registers are fast enough to lose by it from 1k keys on; those that do not add
-  // from registers, and store only in order.
-  const int32_t few_tiles = shape.blocks() == 1 ? 16 : shape.p_through_smem() ? 0 : 4;
-  plan.zero_dq_sum = !p.deterministic && plan.key_blocks > few_tiles;
+  plan.zero_dq_sum = !p.deterministic && work_tiles_of_q_tile(b.forward, shape, plan) > few_work_tiles(p, shape);
   if (!shape.nan_safe) {
     plan.nonfinite_offset = plan.workspace_bytes;
     if (plan.nan_safe_shape >= 0)

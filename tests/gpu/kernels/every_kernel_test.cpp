@@ -222,6 +222,28 @@ std::vector<Case> cases() {
       all.push_back(c);
     }
   }
+  // Windows that hide whole halves of KV tiles, with NaN that some queries see; and deterministic dq summed in cyclic order.
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const bool cyclic : {false, true}) {
+      Case c;
+      c.seed = seed_for("windows and cyclic order") + static_cast<int64_t>(all.size());
+      c.dtype = dtype;
+      c.heads_q = c.heads_k = 2;
+      c.head_dim = c.head_dim_v = 128;
+      c.q.seqlen = cyclic ? 235 : 600;
+      c.k.seqlen = cyclic ? 2150 : 700;
+      c.q.grad_layout = c.k.grad_layout = kBshd;
+      if (cyclic) {
+        c.heads_k = dtype == FA_FLOAT16 ? 1 : 2;
+        c.flags = FA_FLAG_DETERMINISTIC;
+      } else {
+        c.mask = FA_MASK_CAUSAL;
+        c.window_left = 200;
+        c.nan_visible = dtype == FA_BFLOAT16 ? 1 : 0;
+      }
+      all.push_back(c);
+    }
+  }
   // fp8. Several query tiles and KV tiles, packed and not.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const int64_t head_dim : {64, 128, 256}) {

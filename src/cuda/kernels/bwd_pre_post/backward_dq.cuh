@@ -23,6 +23,7 @@ __device__ __forceinline__ void convert_q_tile(const BackwardRows &a, int index)
   const Operand &t = a.problem.dq;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, quad = lane % 4;
   const float4 *sum = reinterpret_cast<const float4 *>(a.dq_sum) + int64_t{index} * (kRows * kD / 4) + lane;
+  const bool has_second = kTransposed && a.dq_semaphores > 2;  // two sums for a Q tile, with two counters each
   const int32_t *counters = a.dq_semaphore + int64_t{index} * a.dq_semaphores;
   const QTilePlace place = place_of_q_tile(a, index);
   if (place.head < 0) return;
@@ -44,9 +45,16 @@ __device__ __forceinline__ void convert_q_tile(const BackwardRows &a, int index)
         const int tile =
             kTransposed ? (first / (4 * kColumnTiles) * 4 + n) * kColumnTiles + first / 4 % kColumnTiles : first + n;
         x[m][n] = sum[tile * 32];
+        if (has_second) {
+          // Something is in the second sum of every Q tile, but not in the first one.
+          const float4 y = sum[int64_t{q_tiles_of_all_heads(a)} * (kRows * kD / 4) + tile * 32];
+          const bool has_first = counters[first * 2 / kTiles] != 0;
+          x[m][n] = {(has_first ? x[m][n].x : 0.f) + y.x, (has_first ? x[m][n].y : 0.f) + y.y,
+                     (has_first ? x[m][n].z : 0.f) + y.z, (has_first ? x[m][n].w : 0.f) + y.w};
+        }
       }
       // A partial that no work tile adds to was never written. Its order counter is then 0. A partial consists of whole warps.
-      written[m] = a.zero_dq_sum || counters[first * a.dq_semaphores / kTiles] != 0;
+      written[m] = has_second || a.zero_dq_sum || counters[first * a.dq_semaphores / kTiles] != 0;
     }
 #pragma unroll
     for (int m = 0; m < kBatch; ++m) {

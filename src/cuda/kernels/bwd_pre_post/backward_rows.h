@@ -39,7 +39,7 @@ struct BackwardRows {
   BackwardProblem problem;
   int32_t q_tiles;  // Q tiles of the longest sequence; not used for packed ones
   int32_t q_tile_rows;
-  int32_t dq_semaphores;  // counters in `dq_semaphore` per Q tile
+  int32_t dq_semaphores;  // counters in `dq_semaphore` per Q tile: two for a sum of dq; four: dq_sum is two arrays
   bool zero_dq_sum;       // backward_rows zeroes dq_sum
   int8_t p_exponent;  // the kernels that read row_lse and row_delta scale P by 2^p_exponent (common/scores.h); 0: they do not
   int16_t more_counters;    // behind the further number, zeroed, too

@@ -27,7 +27,7 @@
 //
 // With Q tiles of 80 queries it is dq^T = K^T dS^T, half of the columns per warpgroup.
 //
-// Shared memory: K | V | Q stages | dO stages | two dS | dq partials | lse stages | delta stages | barriers | work tiles
+// Shared memory: K and V | Q stages | dO stages | two dS | dq partials | lse stages | delta stages | barriers | work tiles
 #pragma once
 
 #include "cuda/common/wgmma.cuh"
@@ -50,9 +50,9 @@ class Backward : ProducerWarps<C> {
   using Base::dq_warp;
   using Base::ds_empty;
   using Base::ds_full;
-  using Base::k_full;
+  using Base::k_empty;
   using Base::kTilesPerWorkStage;
-  using Base::kv_empty;
+  using Base::kWg0MaySkip;
   using Base::kWg1MaySkip;
   using Base::loads_issued;
   using Base::masked_tiles;
@@ -67,11 +67,9 @@ class Backward : ProducerWarps<C> {
   using Base::smem_dout;
   using Base::smem_dq;
   using Base::smem_ds;
-  using Base::smem_k;
   using Base::smem_lse;
   using Base::smem_q;
-  using Base::smem_v;
-  using Base::v_full;
+  using Base::v_empty;
   using Base::visited;
   using Base::work_empty;
   using Base::work_full;
@@ -84,9 +82,10 @@ class Backward : ProducerWarps<C> {
 
   __device__ __forceinline__ void run() {
     if (threadIdx.x == 0) {
-      mbarrier_init(k_full(), 1);
-      mbarrier_init(v_full(), 1);
-      mbarrier_init(kv_empty(), C::kConsumerWarpgroups * 4);
+      for (int n = 0; n < C::kKvStages; ++n) {
+        mbarrier_init(k_empty(n), C::kConsumerWarpgroups * 4);
+        mbarrier_init(v_empty(n), C::kConsumerWarpgroups * 4);
+      }
       mbarrier_init(loads_issued(), 1);
       for (int n = 0; n < 2; ++n) {
         mbarrier_init(work_full(n), 1);
@@ -143,6 +142,10 @@ class Backward : ProducerWarps<C> {
 
  private:
   using RowStats = typename BackwardCta<C>::RowStats;
+
+  __device__ __forceinline__ int kv_stage() const { return C::kKvStages > 1 ? kv_stage_ : 0; }
+  __device__ __forceinline__ uint32_t smem_k() const { return Base::smem_k(kv_stage()); }
+  __device__ __forceinline__ uint32_t smem_v() const { return Base::smem_v(kv_stage()); }
 
   // The operands of this warpgroup's dq partial: queries of dS, and columns of K.
   __device__ __forceinline__ uint32_t dq_ds_operand(uint32_t ds) const { return ds + wg_ % C::kDqRowParts * C::kTileKv * 128; }
@@ -210,13 +213,21 @@ class Backward : ProducerWarps<C> {
       if constexpr (kWg1MaySkip) cta_.work_stage += wg_;
 #pragma unroll
       for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
-      mbarrier_wait(k_full(), work_index & 1);
-      mbarrier_wait(v_full(), work_index & 1);
+      if constexpr (C::kKvStages > 1) kv_stage_ = uniform(work_index % C::kKvStages);
       const bool wg1_skips = kWg1MaySkip && cta_.work().wg1_skips;
       if (cta_.work().q_tile_begin < cta_.work().q_tile_end || wg1_skips) {
         int q_tile = cta_.work().q_tile_end - 1;
         head_in_group_ = 0;
         has_prev_ = false;
+        if (kWg0MaySkip && cta_.work().wg0_skips && wg_ == 0) {
+          stage_ = uniform(q_pipe.stage());
+          ds_stage_ = uniform(n & 1);
+          skip_q_tile(q_pipe.phase(), n);
+          ++n;
+          q_pipe.advance();
+          has_prev_ = true;
+          --q_tile;
+        }
         if constexpr (C::kHasDataMask) {
 #pragma unroll 1
           for (int left = masked_tiles().visible[cta_.work_stage]; left > 0; --left) {
@@ -242,6 +253,7 @@ class Backward : ProducerWarps<C> {
             has_prev_ = true;
           } while (head_in_group_ < static_cast<int>(cta_.problem.group));
         }
+        release_kv(v_empty(kv_stage()));
         if (kWg1MaySkip && cta_.work().wg1_skips && wg_ == 1) {
           stage_ = uniform(q_pipe.stage());
           ds_stage_ = uniform(n & 1);
@@ -250,9 +262,10 @@ class Backward : ProducerWarps<C> {
           q_pipe.advance();
         }
         finish_dq(kWg1MaySkip ? opaque(n) : n, kWg1MaySkip && cta_.work().wg1_skips);
+      } else {
+        release_kv(v_empty(kv_stage()));
       }
-      __syncwarp();
-      mbarrier_arrive_if(cta_.lane == 0, kv_empty());
+      release_kv(k_empty(kv_stage()));
       if (C::kSplitTail && cta_.work().splits > 1 && !add_splits()) {
         work_index = cta_.work().work_index;
         release_work_tile(work_index++);
@@ -266,6 +279,11 @@ class Backward : ProducerWarps<C> {
       work_index = cta_.work().work_index;
       release_work_tile(work_index++);
     }
+  }
+
+  __device__ __forceinline__ void release_kv(uint32_t empty) const {
+    __syncwarp();
+    mbarrier_arrive_if(cta_.lane == 0, empty);
   }
 
   // Writes this warp's dk and dv of a split to the workspace. In the warp that comes last of those with the same keys, dk and dv become the sum of
@@ -638,6 +656,7 @@ class Backward : ProducerWarps<C> {
   int head_in_group_;     // query head of the GQA group
   bool has_prev_;         // whether the work tile had a Q tile before this one
   int stage_, ds_stage_;  // pipeline stage of Q and dO, and of dS
+  int kv_stage_;          // of K and V, where there are two
   float s_[C::kTileQ / 2], dp_[C::kDpQueries / 2], dq_[C::kDqRegisters];
   uint32_t p16_[C::kTileQ / 16][4], ds16_[C::kDpParts][C::kDpQueries / 16][4];
   float dk_[C::kD / 2], dv_[C::kD / 2];

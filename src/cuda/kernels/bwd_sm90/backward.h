@@ -10,6 +10,7 @@
 #include "cuda/common/scores.h"
 #include "cuda/kernels/bwd_pre_post/backward_rows.h"
 #include "cuda/kernels/bwd_sm90/backward_table.h"
+#include "cuda/kernels/bwd_sm90/cyclic_order.h"
 #include "cuda/kernels/bwd_sm90/split_tail.h"
 
 namespace fa::cuda::sm90 {
@@ -37,6 +38,7 @@ struct BackwardParams : BackwardRows {
   // Separate gradients: dq has CTAs of its own, the first dq_blocks of the grid, one for a Q tile each.
   L2HeadOrder query_order;
   int32_t dq_blocks;
+  CyclicOrder cyclic;  // deterministic mode: the order of additions to dq_sum, where it is in use
 };
 
 // The kernels' addresses; null if this build leaves them out. `shape` indexes kBackwardShapes.

@@ -96,6 +96,13 @@ struct BackwardCta {
     b.full_begin = (max(key0 + C::kTileKv - 1 - last, 0) + C::kTileQ - 1) / C::kTileQ;
     b.full_end = max(min(key0 - first + 1, diagonal.seqlen_q), 0) / C::kTileQ;
   }
+  // The same for `keys` keys from key0 on, a part of the work tile.
+  __device__ __forceinline__ void describe_full_q_tiles(int key0, int keys, WorkTile &b) const {
+    b.full_begin = b.full_end = 0;
+    if (key0 + keys > b.seqlen_k) return;
+    b.full_begin = (max(key0 + keys - 1 - b.band_last, 0) + C::kTileQ - 1) / C::kTileQ;
+    b.full_end = max(min(key0 - b.band_first + 1, b.seqlen_q), 0) / C::kTileQ;
+  }
 
   __device__ __forceinline__ void describe_workspace(int batch, const Sequence &q, WorkTile &b) const {
     const SequenceQTiles tiles = q_tiles_of_sequence(problem, q, batch, C::kTileQ, params.q_tiles);
@@ -115,11 +122,19 @@ struct BackwardCta {
     }
   };
   __device__ __forceinline__ RotatedQTiles rotated_q_tiles() const {
-    const WorkTile &t = work();
-    const int begin = t.q_tile_begin, end = min(t.full_end, t.q_tile_end);
-    if (!C::kRotates || params.ordered || t.full_begin > begin || end <= begin) return {0, 0, 0};
-    return {static_cast<int>(int64_t{t.key0} * (end - begin) / max(t.seqlen_k, 1)), begin, end};
+    if constexpr (C::kRotates) {
+      const WorkTile &t = work(), &upper = work_tiles[work_stage + C::kTilesPerWorkStage - 1];  // upper: of the upper keys
+      if (is_cyclic()) return {params.cyclic.begin(t.key0 / C::kTileKv), 0, t.q_tile_end};
+      const int begin = t.q_tile_begin, end = min(min(t.full_end, upper.full_end), t.q_tile_end);
+      if (params.ordered || upper.full_begin > begin || end <= begin) return {0, 0, 0};
+      return {static_cast<int>(int64_t{t.key0} * (end - begin) / max(t.seqlen_k, 1)), begin, end};
+    } else {
+      return {0, 0, 0};
+    }
   }
+
+  // Deterministic mode in cyclic order (cyclic_order.h).
+  __device__ __forceinline__ bool is_cyclic() const { return C::kDqTransposed && params.cyclic.q_tiles > 0; }
 
   // Index in the workspace of the first Q tile of a query head.
   __device__ __forceinline__ int workspace_q_tile(int head_q) const {
@@ -475,6 +490,46 @@ struct BackwardCta {
                               parity);
           parity ^= 1;
         }
+      }
+    }
+  }
+  // The same in cyclic order (cyclic_order.h).
+  __device__ __forceinline__ void reduce_dq_cyclic(int partial, uint32_t tile, uint32_t full, uint32_t empty,
+                                                   uint32_t &parity) const {
+#pragma unroll 1
+    for (int g = 0; g < static_cast<int>(problem.group); ++g) {
+#pragma unroll 1
+      for (int i = work().q_tile_end - 1; i >= 0; --i) {
+        const auto [q_tile, position, second] = params.cyclic.at(work().key0 / C::kTileKv, i);
+        const int at = workspace_q_tile(work().head_k * static_cast<int>(problem.group) + g) + q_tile;
+        const int counter = (2 * at + second) * C::kDqPartials + partial;
+        if (params.dq_sum != nullptr) {
+          while (load_relaxed(params.dq_semaphore + counter) != position) {
+          }
+        }
+        mbarrier_wait(full, parity);
+        if (elect_one()) {
+          fence_proxy_async();
+          if (params.dq_sum != nullptr) {
+            // The second sums lie behind the first ones of all Q tiles.
+            float *sum =
+                params.dq_sum + int64_t{(at + (second ? q_tiles_of_all_heads(params) : 0)) * C::kDqPartials + partial} *
+                                    (C::kDqPartialBytes / 4);
+            if (position == 0) {
+              bulk_store_commit(sum, tile, C::kDqPartialBytes);
+            } else {
+              bulk_reduce_add_commit(sum, tile, C::kDqPartialBytes);
+            }
+          }
+          bulk_wait_group_read();
+          mbarrier_arrive(empty);
+          if (params.dq_sum != nullptr) {
+            bulk_wait_group();
+            count_released(params.dq_semaphore + counter);
+          }
+        }
+        __syncwarp();
+        parity ^= 1;
       }
     }
   }

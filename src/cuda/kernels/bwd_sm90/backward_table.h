@@ -81,6 +81,7 @@ struct BackwardShape {
   X(d96n, 96, 96, 2, 64, 3, 3, Design::single_cta, true, false, kPlain)                          \
   X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, true, kPlain)                            \
   X(d128t, 128, 128, 2, 80, 2, 2, Design::single_cta, true, false, kPlain)                       \
+  X(d128n, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, kPlain)                       \
   X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kPlain)                         \
   X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, true, kPlain)            \
   X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, kPlain)                \

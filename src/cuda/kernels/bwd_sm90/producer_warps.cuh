@@ -19,9 +19,9 @@ class ProducerWarps : protected SingleCta<C> {
   using Base::dout_full;
   using Base::dq_empty;
   using Base::dq_full;
-  using Base::k_full;
+  using Base::k_empty;
   using Base::kTilesPerWorkStage;
-  using Base::kv_empty;
+  using Base::kWg0MaySkip;
   using Base::kWg1MaySkip;
   using Base::loads_issued;
   using Base::masked_tiles;
@@ -37,7 +37,7 @@ class ProducerWarps : protected SingleCta<C> {
   using Base::smem_lse;
   using Base::smem_q;
   using Base::smem_v;
-  using Base::v_full;
+  using Base::v_empty;
   using Base::work_empty;
   using Base::work_full;
   using typename Base::QPipeline;
@@ -75,16 +75,23 @@ class ProducerWarps : protected SingleCta<C> {
         } else if (more) {
           cta_.describe_work_tile(index, next);
           if constexpr (C::kSplitTail) next.splits = 1;
+          if (cta_.is_cyclic()) {
+            // Every Q tile is alike, whatever its place: P of rows behind the end of the sequence is 0 by their lse.
+            next.seqlen_q = next.q_tile_end * C::kTileQ;
+          }
         } else {
           next.batch = -1;
         }
         if constexpr (kWg1MaySkip) {
           next.wg1_skips = more && wg1_sees_nothing_of_first_tile(next);
+          if constexpr (kWg0MaySkip) next.wg0_skips = more && wg0_sees_nothing_of_last_tile(next);
           WorkTile &wg1_tile = cta_.work_tiles[(work_index & 1) * kTilesPerWorkStage + 1];
           // The rest is zero. All of it at once would spill.
           memcpy(&wg1_tile, &next, offsetof(WorkTile, nan_safe));
           for (auto &stage : wg1_tile.nan_safe) stage[0] = stage[1] = 0.f;
           wg1_tile.q_tile_begin += next.wg1_skips;
+          cta_.describe_full_q_tiles(next.key0, 64, next);
+          cta_.describe_full_q_tiles(next.key0 + 64, 64, wg1_tile);
         }
         if (!C::kHasDataMask) mbarrier_arrive(work_full((work_index & 1)));
       }
@@ -141,6 +148,10 @@ class ProducerWarps : protected SingleCta<C> {
     return cta_.problem.group == 1 && next.q_tile_begin < next.q_tile_end &&
            (next.q_tile_begin + 1) * C::kTileQ - 1 + next.band_last < next.key0 + 64;
   }
+  __device__ __forceinline__ bool wg0_sees_nothing_of_last_tile(const WorkTile &next) const {
+    return cta_.problem.group == 1 && next.q_tile_begin + 1 < next.q_tile_end &&
+           (next.q_tile_end - 1) * C::kTileQ + next.band_first > next.key0 + 63;
+  }
   // With masks as data: of 32 Q tiles of a query head, from `q_tile` down to `first`, those that the work tile sees, and of these the ones in which the cell
   // map says that a pair may be masked; bit l is q_tile - l. All lanes take part.
   struct QTileBits {
@@ -192,6 +203,16 @@ class ProducerWarps : protected SingleCta<C> {
     uint32_t parity = 0;
     int visited = 0;
     pdl_wait();
+    if constexpr (C::kDqTransposed) {
+      if (cta_.is_cyclic()) {
+        for (int work_index = 0; next_work_tile(work_index); ++work_index) {
+          cta_.reduce_dq_cyclic(partial, smem_dq(partial), dq_full(partial), dq_empty(partial), parity);
+          release_work_tile(work_index);
+        }
+        bulk_wait_group();
+        return;
+      }
+    }
     for (int work_index = 0; next_work_tile(work_index); ++work_index) {
       cta_.reduce_dq(partial, smem_dq(partial), dq_full(partial), dq_empty(partial), parity, 0, &visited);
       release_work_tile(work_index);
@@ -209,7 +230,8 @@ class ProducerWarps : protected SingleCta<C> {
     for (int work_index = 0; next_work_tile(work_index); ++work_index) {
       if (cta_.work().q_tile_begin == cta_.work().q_tile_end) {
         pdl_wait();
-        load_kv(work_index, 0);
+        wait_empty(k_empty(work_index % C::kKvStages), work_index);
+        wait_empty(v_empty(work_index % C::kKvStages), work_index);
       } else {
         load_q_tiles(q_pipe, work_index, visited);
       }
@@ -218,20 +240,25 @@ class ProducerWarps : protected SingleCta<C> {
     }
   }
 
-  // Loads K and V (`bytes` each) when those of the previous work tile are no longer used; with 0 bytes it only completes the
-  // barriers.
-  __device__ __forceinline__ void load_kv(int work_index, uint32_t bytes) const {
-    mbarrier_wait(kv_empty(), work_index & 1 ^ 1);
-    if (!elect_one()) return;
-    const int row = cta_.work().k_start + cta_.work().key0,
-              batch = cta_.problem.k_lengths.cu != nullptr ? 0 : cta_.work().batch;
-    mbarrier_arrive_expect_tx(k_full(), bytes);
-    if (bytes > 0)
-      cta_.template load_tile<C::kTileKv, C::kAtoms, C::kKeyColumns>(smem_k(), cta_.params.k_map, k_full(), row,
-                                                                     cta_.work().head_k, batch, kEvictFirst);
-    mbarrier_arrive_expect_tx(v_full(), bytes);
-    if (bytes > 0)
-      cta_.template load_tile<C::kTileKv>(smem_v(), cta_.params.v_map, v_full(), row, cta_.work().head_k, batch, kEvictFirst);
+  // Loads V and K, when those of an earlier work tile are no longer used: V first, whose last product, dP, comes before that of K, dq. Their bytes count
+  // towards the barriers of the first Q and dO: `q_full`, `dout_full`.
+  __device__ __forceinline__ void load_kv(int work_index, uint32_t q_full, uint32_t dout_full) const {
+    const int stage = work_index % C::kKvStages;
+    load_keys<64>(smem_v(stage), cta_.params.v_map, dout_full, v_empty(stage), work_index);
+    load_keys<C::kKeyColumns>(smem_k(stage), cta_.params.k_map, q_full, k_empty(stage), work_index);
+  }
+  // kColumns: used columns of a swizzle atom.
+  template <int kColumns>
+  __device__ __forceinline__ void load_keys(uint32_t tile, const CUtensorMap &map, uint32_t full, uint32_t empty,
+                                            int work_index) const {
+    wait_empty(empty, work_index);
+    if (elect_one())
+      cta_.template load_tile<C::kTileKv, C::kAtoms, kColumns>(
+          tile, map, full, cta_.work().k_start + cta_.work().key0, cta_.work().head_k,
+          cta_.problem.k_lengths.cu != nullptr ? 0 : cta_.work().batch, kEvictFirst);
+  }
+  __device__ __forceinline__ void wait_empty(uint32_t barrier, int work_index) const {
+    mbarrier_wait(barrier, work_index / C::kKvStages & 1 ^ 1);
   }
 
   // Calls f(query head, Q tile, cell codes) for the Q tiles of the work tile, in the order of the main loop. With masks as data for the visible ones.
@@ -264,14 +291,14 @@ class ProducerWarps : protected SingleCta<C> {
       if (elect_one()) {
         if constexpr (C::kHasDataMask)
           masked_tiles().visited[visited % BackwardMaskedTiles::kVisited] = {q_tile, head_q, cell_codes};
-        mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
+        mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes + (first ? C::kKBytes : 0));
         cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
                                            batch, kEvictLast);
       }
       // K and V of the first work tile need not wait for an empty barrier. Those of others come behind the first Q and dO,
       // when the previous work tile is done.
       if (first && work_index == 0) {
-        load_kv(work_index, C::kKBytes);
+        load_kv(work_index, q_full(q_pipe.stage()), dout_full(q_pipe.stage()));
         pdl_wait();
       }
       if (elect_one())
@@ -279,13 +306,13 @@ class ProducerWarps : protected SingleCta<C> {
                     cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
       mbarrier_wait(dout_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
       if (elect_one()) {
-        mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes);
+        mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes + (first ? C::kKBytes : 0));
         cta_.template load_tile<C::kTileQ>(smem_dout(q_pipe.stage()), cta_.params.dout_map, dout_full(q_pipe.stage()), row,
                                            head_q, batch, kEvictLast);
         tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0,
                     cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
       }
-      if (first && work_index > 0) load_kv(work_index, C::kKBytes);
+      if (first && work_index > 0) load_kv(work_index, q_full(q_pipe.stage()), dout_full(q_pipe.stage()));
       if constexpr (C::kHasBias) load_bias(visited, head_q, q_tile);
       first = false;
       q_pipe.advance();

@@ -25,8 +25,8 @@ struct WorkTile {
   int32_t work_index;                            // number among the work tiles of this CTA
   int32_t q_tiles_end;                           // persistent clusters: Q tiles of all work tiles up to the end of this one;
                                                  // single CTA with splits > 1: number among the work tiles that are split
-  bool wg1_skips;                                // single CTA: consumer warpgroup 1 skips the last Q tile of the main loop
-  int8_t split, splits;                          // single CTA: this is one of `splits` parts of the main loop; SplitTail
+  bool wg0_skips, wg1_skips;        // single CTA: consumer warpgroup 0 skips the first Q tile of the main loop, 1 the last
+  int8_t split, splits;             // single CTA: this is one of `splits` parts of the main loop; SplitTail
   alignas(8) float nan_safe[2][2];  // single CTA, by stage of dS: not 0 if consumer warpgroup 0, or 1, has taken the
                                     // NaN-safe path
 };
@@ -69,19 +69,22 @@ struct SingleCtaStorage {
   static constexpr int kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kBiasStages = kTileQ == 64 ? 2 : 1;  // as there is room
 
-  char k[kTileKv * kAtoms * 128];             // (kTileKv, kD)
-  char v[kTileKv * kAtoms * 128];             // (kTileKv, kD)
+  // Stages of K and V: a second one, for the next work tile, where there is room.
+  static constexpr int kKvBytes = kTileKv * kAtoms * 128, kKvStages = kD <= 64 && kScores == kPlain ? 2 : 1;
+
+  char k[kKvStages][kKvBytes];                // (kTileKv, kD)
+  char v[kKvStages][kKvBytes];                // (kTileKv, kD)
   char q[kStages][kTileQ * kAtoms * 128];     // (kTileQ, kD)
   char dout[kStages][kTileQ * kAtoms * 128];  // (kTileQ, kD)
   char ds[2][kTileKv * kTileQ * 2];           // dS^T (kTileKv, kTileQ), of this Q tile and of the previous one
   float dq[kConsumerWarpgroups][kTileQ * kD / kConsumerWarpgroups];  // partials, in the layout of the accumulators
   static constexpr int kStats = (kTileQ + 31) / 32 * 32;             // TMA writes to multiples of 128 bytes
   float lse[kStages][kStats], delta[kStages][kStats];
-  Mbarrier k_full, v_full, ds_full[2], ds_empty[2];
+  Mbarrier ds_full[2], ds_empty[2];
   Mbarrier dq_full[kConsumerWarpgroups], dq_empty[kConsumerWarpgroups];
   Mbarrier q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];
-  Mbarrier kv_empty;      // K and V of the work tile are no longer used
-  Mbarrier loads_issued;  // the producer has issued all loads of the work tile
+  Mbarrier k_empty[kKvStages], v_empty[kKvStages];  // K, or V, of the work tile is no longer used
+  Mbarrier loads_issued;                            // the producer has issued all loads of the work tile
   Mbarrier work_full[2], work_empty[2];
   WorkTile work_tiles[2][2];  // two stages; one for each consumer warpgroup
   std::conditional_t<(kScores & kDataMask) != 0, BackwardMaskedTiles, NoBackwardMaskedTiles> masked_tiles;

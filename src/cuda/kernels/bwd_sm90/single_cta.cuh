@@ -32,8 +32,12 @@ struct BackwardConfig {
   // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp. Transposed: 64 columns x kTileQ queries.
   static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
   static constexpr int kDqRegisters = kDqTransposed ? kTileQ / 2 : kDqColumns / 2;
+  // Consumer warpgroups have a description of the work tile each: 1 has the upper 64 keys, and other Q tiles without masked pairs. Q tiles of 80 queries
+  // would lose 2 % by it.
+  static constexpr int kTilesPerWorkStage = kTileQ == 64 && !kHasDataMask ? 2 : 1;
   static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = sizeof(Storage::dq[0]);
-  static constexpr int kKBytes = sizeof(Storage::k), kQBytes = sizeof(Storage::q[0]), kStatBytes = kTileQ * sizeof(float);
+  static constexpr int kKBytes = Storage::kKvBytes, kKvStages = Storage::kKvStages, kQBytes = sizeof(Storage::q[0]),
+                       kStatBytes = kTileQ * sizeof(float);
   static constexpr int kBiasBytes = kTileKv * kTileQ * 2;
   // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
   // atom.
@@ -54,8 +58,8 @@ class SingleCta {
   // ------------------------------------------------------------------------------------------------------------------
 
   using Storage = typename C::Storage;
-  __device__ __forceinline__ uint32_t smem_k() const { return cta_.at(offsetof(Storage, k)); }
-  __device__ __forceinline__ uint32_t smem_v() const { return cta_.at(offsetof(Storage, v)); }
+  __device__ __forceinline__ uint32_t smem_k(int n) const { return cta_.at(offsetof(Storage, k), n, C::kKBytes); }
+  __device__ __forceinline__ uint32_t smem_v(int n) const { return cta_.at(offsetof(Storage, v), n, C::kKBytes); }
   __device__ __forceinline__ uint32_t smem_q(int n) const { return cta_.at(offsetof(Storage, q), n, sizeof(Storage::q[0])); }
   __device__ __forceinline__ uint32_t smem_dout(int n) const {
     return cta_.at(offsetof(Storage, dout), n, sizeof(Storage::dout[0]));
@@ -70,8 +74,6 @@ class SingleCta {
   __device__ __forceinline__ uint32_t smem_delta(int n) const {
     return cta_.at(offsetof(Storage, delta), n, sizeof(Storage::delta[0]));
   }
-  __device__ __forceinline__ uint32_t k_full() const { return cta_.at(offsetof(Storage, k_full)); }
-  __device__ __forceinline__ uint32_t v_full() const { return cta_.at(offsetof(Storage, v_full)); }
   __device__ __forceinline__ uint32_t ds_full(int n) const {
     return cta_.at(offsetof(Storage, ds_full), n, sizeof(Storage::ds_full[0]));
   }
@@ -96,7 +98,8 @@ class SingleCta {
   __device__ __forceinline__ uint32_t dout_empty(int n) const {
     return cta_.at(offsetof(Storage, dout_empty), n, sizeof(Storage::dout_empty[0]));
   }
-  __device__ __forceinline__ uint32_t kv_empty() const { return cta_.at(offsetof(Storage, kv_empty)); }
+  __device__ __forceinline__ uint32_t k_empty(int n) const { return cta_.at(offsetof(Storage, k_empty), n, sizeof(Mbarrier)); }
+  __device__ __forceinline__ uint32_t v_empty(int n) const { return cta_.at(offsetof(Storage, v_empty), n, sizeof(Mbarrier)); }
   __device__ __forceinline__ uint32_t loads_issued() const { return cta_.at(offsetof(Storage, loads_issued)); }
   __device__ __forceinline__ uint32_t work_full(int n) const {
     return cta_.at(offsetof(Storage, work_full), n, sizeof(Storage::work_full[0]));
@@ -121,11 +124,12 @@ class SingleCta {
   // Work tiles of this CTA: work_index 0, 1, ...
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the
-  // sequence range): under a causal mask it sees none of its queries. It does if no other query head follows, and then has a
-  // description of its own, in which the main loop is shorter.
-  static constexpr bool kWg1MaySkip = C::kTileQ == 64 && !C::kHasDataMask;
-  static constexpr int kTilesPerWorkStage = kWg1MaySkip ? 2 : 1;
+  // Whether consumer warpgroup 1, which has the upper 64 keys, may skip the last Q tile of the main loop (the first one of the sequence range), of
+  // which it sees nothing under a causal mask, and consumer warpgroup 0 the first one, of which it sees nothing in a window. They do if the GQA group has
+  // no other query head. A description of its own makes the main loop of 1 shorter.
+  static constexpr bool kWg1MaySkip = C::kTilesPerWorkStage == 2;
+  static constexpr bool kWg0MaySkip = kWg1MaySkip && !C::kNanSafe;  // the NaN-safe path would have to test its keys
+  static constexpr int kTilesPerWorkStage = C::kTilesPerWorkStage;
 
   // A member of what is visited in iteration n of all work tiles, when its Q has arrived. One lane reads, the one that frees Q.
   template <typename T>
