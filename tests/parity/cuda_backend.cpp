@@ -132,6 +132,8 @@ void copy_any_memory(void *to, const void *from, size_t bytes) {
     if (attributes.type == cudaMemoryTypeDevice) check(cudaSetDevice(attributes.device), "cudaSetDevice");
   }
   check(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
+  // A copy from pageable memory may return while its bytes are on their way to the device, and the backend's stream does not wait for this one.
+  check(cudaStreamSynchronize(cudaStreamLegacy), "cudaStreamSynchronize");
 #else
   std::memcpy(to, from, bytes);
 #endif
