@@ -144,7 +144,7 @@ def test_mingw(folder):
         print("wine is not installed: the programs were built and not run")
         return
     settings = {"WINEPREFIX": str(folder / "wine"), "WINEDEBUG": "-all"}
-    programs = [("fa_minimal",), ("fa_cache",), ("fa_rollout",), ("fa_cascade",), ("fa_score",), ("fa_engine", "--device", "cpu"),
+    programs = [("fa_minimal",), ("fa_cache",), ("fa_rollout", "--device", "cpu"), ("fa_cascade",), ("fa_score",), ("fa_engine", "--device", "cpu"),
                 ("fa_demo", "--steps", "20", "--compare", "20", "--width", "64", "--seqlen", "64", "--max-n", "512")]
     for program, *arguments in programs:
         print(run(wine, tree / f"bin/{program}.exe", *arguments, **settings).splitlines()[-1])
