@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The benchmark tables of the README and of docs/measured.md, from the JSON in docs/data: runs of fa_bench_cpu and fa_bench_gpu.py, and
-the direct comparison with FA3. docs/pictures.py writes them."""
+a direct comparison with FA3. docs/pictures.py writes them."""
 import math
 import re
 from collections import defaultdict, namedtuple
@@ -13,7 +13,7 @@ GPU = Markers("<!-- GPU benchmark table: written by docs/pictures.py from docs/d
               "<!-- end of GPU benchmark table -->")
 PEERS = Markers("<!-- peers table: written by docs/pictures.py from docs/data/peers.json; do not edit by hand -->",
                 "<!-- end of peers table -->")
-HEADLINE = Markers("<!-- headline: written by docs/pictures.py from docs/data/peers.json; do not edit by hand -->", "<!-- end of headline -->")
+HEADLINE = Markers("<!-- headline: written by docs/pictures.py from docs/data/gpu.json; do not edit by hand -->", "<!-- end of headline -->")
 SPEED = Markers("<!-- speed table: written by docs/pictures.py from docs/data; do not edit by hand -->", "<!-- end of speed table -->")
 
 
@@ -46,40 +46,46 @@ def cpu_table(data):
     return note, lines
 
 
-def gpu_cell(row):
-    """TFLOP/s, and how many times faster that is than FA2 and cuDNN in the same run."""
+# The libraries that stand beside ours in a run of fa_bench_gpu.py.
+LIBRARIES = {"fa4": "FlashAttention-4", "cudnn": "cuDNN", "fa2": "FlashAttention-2"}
+
+
+def grid_of(gpu):
+    """The rows of the sections forward and backward, and the names of the libraries that all of them have."""
+    rows = [row for row in gpu["rows"] if row["section"] in ("forward", "backward")]
+    return rows, [name for name in LIBRARIES if all(name in row["tflops"] for row in rows)]
+
+
+def gpu_cell(row, names):
+    """TFLOP/s, and how many times faster that is than the others in the same run."""
     if row is None:
         return ""
-    ms = row["ms"]
-    ratios = ", ".join(f"{ms[name] / ms['ours']:.2f}" if name in ms else "-" for name in ("fa2", "cudnn"))
-    return f"{row['flops'] / ms['ours'] / 1e9:.0f} ({ratios})"
-
-
-def fa2_ratios(data):
-    """{direction: how many times faster ours is than FA2 in each row of the grid}."""
-    ratios = defaultdict(list)
-    for row in data["rows"]:
-        if row["section"] in ("forward", "backward") and "fa2" in row["ms"]:
-            ratios[row["direction"]].append(row["ms"]["fa2"] / row["ms"]["ours"])
-    return ratios
+    ratios = ", ".join(f"{over(row['tflops'], name):.2f}" for name in names)
+    return f"{row['tflops']['ours']:.0f} ({ratios})"
 
 
 def gpu_table(data):
-    grid = [row for row in data["rows"] if row["section"] in ("forward", "backward")]
+    grid, names = grid_of(data)
     seqlens = sorted({row["seqlen_q"] for row in grid})
     cases = defaultdict(dict)
     for row in grid:
         mask = "causal" if row["causal"] else "full"
         heads = "" if row["heads_q"] == row["heads_k"] else f", {row['heads_q']}/{row['heads_k']} heads"
         cases[f"{row['direction']}, head_dim {row['head_dim']}, {mask}{heads}"][row["seqlen_q"]] = row
-    lines = ["| TFLOP/s (times FA2, times cuDNN) | " + " | ".join(f"{n} rows" for n in seqlens) + " |",
+    times = ", ".join(f"times {LIBRARIES[name]}" for name in names)
+    lines = [f"| TFLOP/s ({times}) | " + " | ".join(f"{n} rows" for n in seqlens) + " |",
              "|---" * (1 + len(seqlens)) + "|"]
-    lines += [f"| {name} | " + " | ".join(gpu_cell(rows.get(n)) for n in seqlens) + " |" for name, rows in cases.items()]
-    ratios = [f"{direction} {mean(values):.2f} (smallest {min(values):.2f})" for direction, values in fa2_ratios(data).items()]
-    note = (f"libflashattn {data['library']} on one {data['device']}, bf16, batch x rows = 16384, heads x head_dim = 2048, beside "
-            f"PyTorch {data['torch']}'s FlashAttention-2 and cuDNN {data['cudnn']} in the same process. Geometric mean of the ratio to "
-            f"FA2: {', '.join(ratios)}.")
-    return note, lines
+    lines += [f"| {name} | " + " | ".join(gpu_cell(rows.get(n), names) for n in seqlens) + " |" for name, rows in cases.items()]
+    note = (f"{data.get('measured', '')} libflashattn {data['library']} on one {data['device']}, bf16, batch x rows = 16384, heads x head_dim = 2048, beside "
+            f"{others(data, names)} in the same process.")
+    return note.strip(), lines
+
+
+def others(gpu, names):
+    """The libraries of a run with their versions."""
+    versions = {"fa4": f"FlashAttention-4 {gpu.get('fa4', '')}".strip(), "cudnn": f"cuDNN {gpu['cudnn'] // 10000}.{gpu['cudnn'] // 100 % 100}", "fa2": f"FlashAttention-2 of PyTorch {gpu['torch']}"}
+    *most, last = [versions[name] for name in names]
+    return f"{', '.join(most)} and {last}"
 
 
 def mean(values):
@@ -118,31 +124,40 @@ def peers_table(peers):
     return f"{peers['measured']}. {peers['method']} Geometric means: {'; '.join(ratios)}.", lines
 
 
-def headline(peers):
+def headline(gpu):
     """The README's one number."""
-    rows = sum(key.startswith("forward") for key in peers["rows"])
-    return (f"**On an {peers['device'].replace('NVIDIA ', '')} the forward pass is {means(peers, 'forward', 'fa3'):.2f} times as fast as FlashAttention-3 and "
-            f"{means(peers, 'forward', 'cudnn'):.2f} times as fast as cuDNN** (geometric means over {rows} shapes in bf16, one process). "
-            f"The backward pass is {means(peers, 'backward', 'fa3'):.2f} and {means(peers, 'backward', 'cudnn'):.2f} times as fast.")
+    grid, names = grid_of(gpu)
+
+    def times(direction):
+        return [f"{mean([over(row['tflops'], name) for row in grid if row['direction'] == direction]):.2f}" for name in names]
+
+    forward = [f"{ratio} times as fast as {LIBRARIES[name]}" for ratio, name in zip(times("forward"), names)]
+    return (f"**On one {gpu['device']} the forward pass is {', '.join(forward[:-1])} and {forward[-1]}** "
+            f"(geometric means over {sum(row['direction'] == 'forward' for row in grid)} shapes in bf16, one process). "
+            f"For the backward pass these are {', '.join(times('backward')[:-1])} and {times('backward')[-1]}.")
+
+
+def spread(ratios):
+    return f"{mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
 
 
 def speed_table(peers, gpu, cpu):
     """What a stranger reads once: the README's table."""
-    shapes = by_shape(peers)
-    lines = ["| bf16 | TFLOP/s at 16k rows: full, causal | times FlashAttention-3 | times cuDNN |", "|---|---|---|---|"]
-    for direction, head_dim in dict.fromkeys(key[:2] for key in shapes):
-        both = [shapes[direction, head_dim, mask] for mask in ("full", "causal")]
-        cells = []
-        for name in ("fa3", "cudnn"):
-            ratios = [over(row, name) for rows in both for row in rows.values()]
-            cells.append(f"{mean(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-        lines.append(f"| {direction}, head_dim {head_dim} | {both[0][16384]['ours']:.0f}, {both[1][16384]['ours']:.0f} | {' | '.join(cells)} |")
-    fa2 = [f"{mean(ratios):.1f} ({direction})" for direction, ratios in fa2_ratios(gpu).items()]
+    grid, names = grid_of(gpu)
+    fa3 = by_shape(peers)
+    lines = ["| bf16 | TFLOP/s at 16k rows: full, causal | " + " | ".join(f"times {LIBRARIES[name]}" for name in names) + " | times FlashAttention-3 (1) |",
+             "|---" * (3 + len(names)) + "|"]
+    for direction, head_dim in dict.fromkeys((row["direction"], row["head_dim"]) for row in grid):
+        rows = [row for row in grid if (row["direction"], row["head_dim"]) == (direction, head_dim) and row["heads_q"] == row["heads_k"]]
+        speeds = [f"{row['tflops']['ours']:.0f}" for row in sorted(rows, key=lambda row: row["causal"]) if row["seqlen_q"] == 16384]
+        cells = [spread([over(row["tflops"], name) for row in rows]) for name in names]
+        cells.append(spread([over(row, "fa3") for mask in ("full", "causal") for row in fa3[direction, head_dim, mask].values()]))
+        lines.append(f"| {direction}, head_dim {head_dim} | {', '.join(speeds)} | {' | '.join(cells)} |")
     rows = [row for row in cpu["rows"] if row["pass"] in ("forward", "backward")]
     fractions = [100 * row["fraction"] for row in rows]
-    note = (f"One {peers['device']}, libflashattn, FlashAttention-3 and cuDNN in one process. Ratios above 1 mean that libflashattn is faster; each is a geometric mean "
+    note = (f"One {gpu['device']}, libflashattn beside {others(gpu, names)} in one process. Ratios above 1 mean that libflashattn is faster; each is a geometric mean "
             "over sequences of 512 to 16384 rows, full and causal, with the smallest and the largest in brackets. "
-            f"In another run libflashattn was {' and '.join(fa2)} times as fast as FlashAttention-2 of PyTorch {gpu['torch']}. "
+            f"(1) In another process, on one {peers['device']}, with the library of {peers['measured']}. "
             f"On a CPU ({cpu['machine'].split(';')[0]}) its forward and backward run at {min(fractions):.0f} to {max(fractions):.0f} % of the "
             f"fp32 multiply-add peak ({cpu['probe_isa']}). [docs/measured.md](docs/measured.md) has every row, "
             "[docs/performance.md](docs/performance.md) the method, and where others are faster.")
@@ -158,7 +173,7 @@ def between(markers, note, lines, text):
 
 def readme(peers, gpu, cpu, text):
     """The README with the tables of these runs."""
-    return between(SPEED, *speed_table(peers, gpu, cpu), between(HEADLINE, headline(peers), [], text))
+    return between(SPEED, *speed_table(peers, gpu, cpu), between(HEADLINE, headline(gpu), [], text))
 
 
 def measured(peers, gpu, cpu, text):

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
 """Writes every picture of the guides and the benchmark tables of the README and of docs/measured.md: drawings from docs/drawings.py, plots and tables from docs/data
-(gpu.json of fa_bench_gpu.py, cpu.json of fa_bench_cpu, peers.json of the direct comparison with FlashAttention-3).
+(gpu.json of fa_bench_gpu.py, cpu.json of fa_bench_cpu, peers.json of a direct comparison with FlashAttention-3).
 
     tests/bench/fa_bench_gpu.py --json docs/data/gpu.json && docs/pictures.py
 
@@ -19,18 +19,12 @@ import drawings  # noqa: E402
 from gpu import plot, report  # noqa: E402
 
 
-def beside_fa3(gpu, peers):
-    """The run with the rows of the direct comparison: ours, FA3 and cuDNN of that one process, FA2 of the run."""
-    rows = [dict(row, tflops={**row["tflops"], **peers["rows"].get(f"{row['section']}: {row['name']}", {})}) for row in gpu["rows"]]
-    return dict(gpu, rows=rows)
-
-
 def wanted():
     """{file: text} of everything that is made from something else."""
     files = {DOCS / "pictures" / f"{name}.svg": draw() for name, draw in drawings.ALL.items()}
     peers, gpu, cpu = (json.loads((DOCS / "data" / f"{name}.json").read_text()) for name in ("peers", "gpu", "cpu"))
     gpu["rows"] = [report.add_ratios(row) for row in gpu["rows"]]
-    files[DOCS / "pictures" / "gpu_speed.svg"] = plot.svg(beside_fa3(gpu, peers), plot.BESIDE_FA3)
+    files[DOCS / "pictures" / "gpu_speed.svg"] = plot.svg(gpu)
     files[DOCS / "pictures" / "gpu_memory.svg"] = plot.memory_svg(gpu)
     readme, measured = ROOT / "README.md", DOCS / "measured.md"
     files[readme] = bench_table.readme(peers, gpu, cpu, readme.read_text())

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: Apache-2.0
-"""The GPU benchmark: libflashattn beside PyTorch's FlashAttention-2 and cuDNN attention, interleaved in one process.
+"""The GPU benchmark: libflashattn beside FlashAttention-4, cuDNN and FlashAttention-2, interleaved in one process.
 
     FLASHATTN_LIBRARY=build/release/libflashattn.so tests/bench/fa_bench_gpu.py --json run.json --svg run.svg
 
@@ -13,6 +13,7 @@ reads the keys and values: at most 1, and cuDNN's paged figures are published on
 """
 import argparse
 import dataclasses
+import datetime
 import json
 import math
 import subprocess
@@ -39,7 +40,8 @@ def parse(argv):
     parser.add_argument("--before", type=Path, metavar="LIBRARY", help="another build of the library, in the same process and rounds: `x before`")
     parser.add_argument("--alone", action="store_true", help="without FlashAttention-2, cuDNN and `plain`: with --before, two libraries alone")
     parser.add_argument("--baseline", type=Path, metavar="FILE", help="compare with the JSON of an earlier run")
-    parser.add_argument("--replay", type=Path, metavar="FILE", help="measure nothing: print, draw and compare this JSON")
+    parser.add_argument("--replay", type=Path, nargs="+", metavar="FILE",
+                        help="measure nothing: print, draw and compare this JSON; several: the rows of runs on one kind of machine together")
     parser.add_argument("--host-program", type=Path, metavar="FILE", help="fa_bench_host of the build, for the host time of C calls")
     args = parser.parse_args(argv)
     args.sections = [name for name in args.sections.split(",") if name]
@@ -186,7 +188,7 @@ def measure_host(context, program):
 def measure(args, rows_wanted):
     import torch
 
-    from gpu import library
+    from gpu import library, opponents
 
     archs = {0} | {case.arch for case in rows_wanted}
     contexts = {arch: library.Context(arch) for arch in archs}
@@ -199,6 +201,8 @@ def measure(args, rows_wanted):
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "cudnn": torch.backends.cudnn.version(),
+        "fa4": opponents.fa4_version(),
+        "measured": datetime.date.today().isoformat(),
         "rows": [],
         "host_us": {},
     }
@@ -225,6 +229,16 @@ def measure(args, rows_wanted):
     return data
 
 
+def together(runs):
+    """Runs of several sections as one, rows in the order of the sections."""
+    differing = [key for key in ("library", "device", "torch", "cudnn", "fa4") if len({run.get(key) for run in runs}) > 1]
+    if differing:
+        raise SystemExit(f"these runs differ in {', '.join(differing)}: they are not one")
+    data = {key: value for run in runs for key, value in run.items() if value}
+    rows = [report.add_ratios(row) for run in runs for row in run["rows"]]
+    return dict(data, rows=sorted(rows, key=lambda row: cases.SECTIONS.index(row["section"])))
+
+
 def main(argv=None):
     args = parse(argv)
     rows_wanted = cases.all_cases([name for name in cases.SECTIONS if name in args.sections], args.quick, args.filter)
@@ -232,8 +246,7 @@ def main(argv=None):
         print("\n".join(f"{case.section}: {case.name}" for case in rows_wanted))
         return 0
     if args.replay:
-        data = json.loads(args.replay.read_text())
-        data["rows"] = [report.add_ratios(row) for row in data["rows"]]
+        data = together([json.loads(path.read_text()) for path in args.replay])
         for n, row in enumerate(data["rows"]):
             if n == 0 or row["section"] != data["rows"][n - 1]["section"]:
                 print(report.heading(row["section"]))

@@ -5,6 +5,7 @@ forward and, but for FlexAttention, backward without autograd's host work."""
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import sys
 
@@ -157,6 +158,14 @@ class Flex:
 
     def backward(self):
         return [grad.transpose(1, 2) for grad in torch.autograd.grad(self.out, self.tensors, self.dout, retain_graph=True)]
+
+
+def fa4_version():
+    """The version of the package, "" without it."""
+    try:
+        return importlib.metadata.version("flash-attn-4")
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def has_fa4():

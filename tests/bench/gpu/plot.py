@@ -6,12 +6,9 @@ from __future__ import annotations
 import math
 from html import escape
 
-# name: (label, colour, whether the curve is dashed because it was not measured in the same process as ours)
-CONTENDERS = {"ours": ("libflashattn", "#c2410c", False), "fa3": ("FA3 (through cuDNN, another run)", "#7c3aed", True),
-              "cudnn": ("cuDNN (PyTorch)", "#1d4ed8", False), "fa2": ("FA2 (PyTorch)", "#15803d", False)}
-# The same where a row's TFLOP/s of ours, FA3 and cuDNN are of the direct comparison (docs/data/peers.json).
-BESIDE_FA3 = {**CONTENDERS, "fa3": ("FlashAttention-3", "#7c3aed", False), "cudnn": ("cuDNN 9.19", "#1d4ed8", False),
-              "fa2": ("FlashAttention-2 (another run)", "#15803d", True)}
+# name: (label, colour, whether the curve is dashed)
+CONTENDERS = {"ours": ("libflashattn", "#c2410c", False), "fa4": ("FlashAttention-4", "#7c3aed", False),
+              "cudnn": ("cuDNN (PyTorch)", "#1d4ed8", False), "fa2": ("FlashAttention-2 (PyTorch)", "#15803d", False)}
 UNFUSED = {"unfused": ("unfused (PyTorch)", "#6b7280", False)}
 PANEL_W, PANEL_H = 250, 170
 LEFT, TOP, GAP_X, GAP_Y = 56, 64, 34, 58
@@ -52,14 +49,7 @@ def head(width, height, title):
             text(LEFT, 22, title, 14, "start", "#111827", "bold")]
 
 
-def speed(row, name):
-    """TFLOP/s of a contender, None where it has none. FA3's go through its ratio to ours unless they were measured."""
-    if name == "fa3" and "fa3" not in row["tflops"]:
-        return row["tflops"]["ours"] / row["ratios"]["fa3"] if "fa3" in row["ratios"] else None
-    return row["tflops"].get(name)
-
-
-def panel(x0, y0, rows, limit, step, with_scale, contenders):
+def panel(x0, y0, rows, limit, step, with_scale):
     """One set of axes with its top left corner at (x0, y0); rows are of one direction, head_dim and mask."""
     seqlens = sorted({row["seqlen_q"] for row in rows})
     x_of = {n: x0 + PANEL_W * (i + 0.5) / len(seqlens) for i, n in enumerate(seqlens)}
@@ -70,13 +60,13 @@ def panel(x0, y0, rows, limit, step, with_scale, contenders):
         if with_scale:
             parts.append(text(x0 - 6, y + 4, str(tick), anchor="end"))
     parts += [text(x, y0 + PANEL_H + 16, seqlen_label(n)) for n, x in x_of.items()]
-    for name, (_, color, dashed) in reversed(contenders.items()):
-        points = [(x_of[row["seqlen_q"]], y0 + PANEL_H * (1 - speed(row, name) / limit)) for row in rows if speed(row, name) is not None]
+    for name, (_, color, dashed) in reversed(CONTENDERS.items()):
+        points = [(x_of[row["seqlen_q"]], y0 + PANEL_H * (1 - row["tflops"][name] / limit)) for row in rows if name in row["tflops"]]
         parts += curve(points, color, dashed)
     return parts
 
 
-def svg(data, contenders=CONTENDERS):
+def svg(data):
     """The grid of forward and backward; other sections do not fit one picture."""
     rows = [row for row in data["rows"] if row["section"] in ("forward", "backward") and row["heads_q"] == row["heads_k"]]
     if not rows:
@@ -87,9 +77,9 @@ def svg(data, contenders=CONTENDERS):
     head_dims = sorted({row["head_dim"] for row in rows})
     width = LEFT + len(head_dims) * (PANEL_W + GAP_X)
     height = TOP + len(bands) * (PANEL_H + GAP_Y) + 6
-    parts = head(width, height, f"Attention on {data['device']}: TFLOP/s over sequence length, bf16, batch x length = 16k") + legend(contenders, 38)
+    parts = head(width, height, f"Attention on {data['device']}: TFLOP/s over sequence length, bf16, batch x length = 16k") + legend(CONTENDERS, 38)
     for band, (direction, causal) in enumerate(bands):
-        speeds = [speed(row, name) or 0 for row in rows if row["direction"] == direction for name in contenders]
+        speeds = [row["tflops"].get(name, 0) for row in rows if row["direction"] == direction for name in CONTENDERS]
         step = next(s for s in (20, 50, 100, 200, 500, 1000) if max(speeds) / s <= 7)
         limit = step * int(max(speeds) / step + 1)
         for column, head_dim in enumerate(head_dims):
@@ -100,7 +90,7 @@ def svg(data, contenders=CONTENDERS):
             x0, y0 = LEFT + column * (PANEL_W + GAP_X), TOP + 14 + band * (PANEL_H + GAP_Y)
             parts.append(text(x0, y0 - 8, f"{direction}, {'causal' if causal else 'full'}, head_dim {head_dim}", 12, "start",
                               "#111827"))
-            parts += panel(x0, y0, some, limit, step, column == 0, contenders)
+            parts += panel(x0, y0, some, limit, step, column == 0)
     return "\n".join(parts + ["</svg>"]) + "\n"
 
 
@@ -109,7 +99,7 @@ def memory_svg(data):
     rows = data.get("memory", [])
     if not rows:
         raise ValueError("no section memory to draw")
-    shown = {**{name: one for name, one in CONTENDERS.items() if name != "fa3"}, **UNFUSED, "tensors": ("the tensors themselves", "#9ca3af", True)}
+    shown = {**{name: one for name, one in CONTENDERS.items() if name != "fa4"}, **UNFUSED, "tensors": ("the tensors themselves", "#9ca3af", True)}
     width, height, x0, y0, w, h = 900, 400, 84, 66, 790, 280
     values = [value for row in rows for value in (row["tensors"], *row["bytes"].values()) if value > 0]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
