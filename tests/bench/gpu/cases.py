@@ -168,7 +168,7 @@ def short(quick: bool) -> List[Case]:
 
 
 def general(section: str, quick: bool, arch: int) -> List[Case]:
-    seqlens = (1024, 2048, 8192) if arch and not quick else (2048,)
+    seqlens = (1024, 2048, 8192) if arch and not quick else (2048,) if arch else (4096,)
     return [
         square(section, direction, d, causal, n, option=option, arch=arch)
         for direction in ("forward", "backward") for d in (64, 128, 256) for causal in (False, True) for n in seqlens

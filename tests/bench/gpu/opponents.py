@@ -94,9 +94,9 @@ class Fa4:
     which timing.side_by_side() hides. Tensors are (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu`."""
 
     name = "fa4"
-    options = ("", "softcap", cases.WINDOW)
+    options = ("", "softcap", cases.WINDOW, *cases.SPARSE)
 
-    def __init__(self, case, q, k, v, cu=None):
+    def __init__(self, case, q, k, v, cu=None, block_mask=None):
         from flash_attn.cute import interface
 
         self.interface = interface
@@ -106,11 +106,25 @@ class Fa4:
             self.arguments = dict(window_size_left=cases.WINDOW_LEFT, window_size_right=0)
         if case.option == "softcap":
             self.arguments["softcap"] = cases.SOFTCAP
+        self.lists = self.lists_backward = {}
+        if case.option in cases.SPARSE:
+            visible, size = block_mask[0, 0] != 0, cases.SPARSE[case.option][1]
+            self.lists, self.lists_backward = self.block_lists(visible, size), self.block_lists(visible.T.contiguous(), size)
         if cu is not None:
             self.arguments.update(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k)
 
+    @staticmethod
+    def block_lists(visible, size):
+        """Blocks that are visible as a whole, by row of blocks; there are no others."""
+        from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+
+        counts = visible.sum(1, dtype=torch.int32)
+        indices = torch.argsort(~visible, dim=1, stable=True).to(torch.int32)
+        none = torch.zeros_like(counts), torch.zeros_like(indices)
+        return dict(block_sparse_tensors=BlockSparseTensorsTorch(*(t[None, None].contiguous() for t in (*none, counts, indices)), block_size=(size, size)))
+
     def forward(self):
-        self.out, self.lse = self.interface._flash_attn_fwd(self.q, self.k, self.v, return_lse=True, **self.arguments)[:2]
+        self.out, self.lse = self.interface._flash_attn_fwd(self.q, self.k, self.v, return_lse=True, **self.arguments, **self.lists)[:2]
         return self.out
 
     def prepare_backward(self, dout):
@@ -119,7 +133,7 @@ class Fa4:
 
     def backward(self):
         return self.interface._flash_attn_bwd(self.q, self.k, self.v, self.out, self.dout, self.lse, deterministic=self.deterministic,
-                                              **self.arguments)[:3]
+                                              **self.arguments, **self.lists_backward)[:3]
 
 
 class Flex:
@@ -258,7 +272,7 @@ def opponents(case, q, k, v, cu, bias=None, block_mask=None):
     if case.page or case.option in cases.QUANTISED:
         return readers
     plain = dataclasses.replace(case, option="") if case.option == cases.FP8 else case  # beside our e4m3 they take the same numbers in bf16
-    fa4 = [lambda: Fa4(plain, q, k, v, cu)] if has_fa4() and case.section != "decode" and plain.option in Fa4.options else []
+    fa4 = [lambda: Fa4(plain, q, k, v, cu, block_mask)] if has_fa4() and case.section != "decode" and plain.option in Fa4.options else []
     if cu is not None:
         makers = [lambda: Fa2Packed(q, k, v, cu, case.seqlen_q, case.causal), *fa4]
     # PyTorch's causal mask starts at the top left: other problems than ours unless queries and keys are as many.
