@@ -125,7 +125,7 @@ def contenders_of(case, context, before=None, alone=False):
             try:
                 contender.prepare_backward(dout.view(contender.out.shape) if name == "same" else dout)
                 contender.backward()
-            except RuntimeError as failure:
+            except (RuntimeError, ValueError, AssertionError) as failure:  # the last two: FlashAttention-4's refusals
                 if name == "ours":
                     raise
                 print(f"{case.name}: {name} has no backward: {failure}", file=sys.stderr)
@@ -234,7 +234,9 @@ def together(runs):
     differing = [key for key in ("library", "device", "torch", "cudnn", "fa4") if len({run.get(key) for run in runs}) > 1]
     if differing:
         raise SystemExit(f"these runs differ in {', '.join(differing)}: they are not one")
-    data = {key: value for run in runs for key, value in run.items() if value}
+    data = {}
+    for run in runs:
+        data.update({key: value for key, value in run.items() if value or key not in data})
     rows = [report.add_ratios(row) for run in runs for row in run["rows"]]
     return dict(data, rows=sorted(rows, key=lambda row: cases.SECTIONS.index(row["section"])))
 

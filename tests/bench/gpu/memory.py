@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from gpu import library, opponents
+from gpu import cases, library, opponents
 
 HEADS, HEAD_DIM = 16, 128
 SEQLENS = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -42,10 +42,11 @@ class Unfused:
 
 def measure(context):
     """[{"seqlen": n, "tensors": bytes, "bytes": {contender: bytes beside them}}], causal, bf16, one sequence."""
+    case = cases.square("forward", "forward", HEAD_DIM, True, SEQLENS[0])
     makers = {
         "ours": lambda q, k, v: library.Attention(context, q, k, v, causal=True),
-        "fa2": lambda q, k, v: opponents.Fa2(q, k, v, True),
-        "cudnn": lambda q, k, v: opponents.Cudnn(q, k, v, True),
+        "fa2": lambda q, k, v: opponents.Fa2(case, q, k, v),
+        "cudnn": lambda q, k, v: opponents.Cudnn(case, q, k, v),
         "unfused": Unfused,
     }
     rows = []

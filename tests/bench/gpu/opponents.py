@@ -159,6 +159,7 @@ class Flex:
         blocks = None
         if visible:
             blocks = create_block_mask(and_masks(*visible), None, None, case.seqlen_q, case.seqlen_k, device=q.device, BLOCK_SIZE=size)
+        torch._dynamo.reset()  # it compiles a function eight times at most, and runs it without compiling afterwards
         compiled = torch.compile(flex_attention, dynamic=False)
         self.run = lambda: compiled(*self.tensors, score_mod=score, block_mask=blocks)
 
