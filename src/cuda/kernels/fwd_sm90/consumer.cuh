@@ -536,21 +536,19 @@ class Consumer {
       constexpr int kCells = C::kKeys / kCell;
       uint32_t codes = ~0u;  // every cell visible and partial
       if constexpr (C::kHasCellCodes) codes = __shfl_sync(~0u, at_.lane == 0 ? smem_.cell_codes(k_.stage(), k_.phase()) : 0, 0);
-        // One row and cell at a time: there are no registers for more.
-#pragma unroll 1
+      // Unrolled: behind a loop without wgmma the compiler no longer takes the pipelines' stages for uniform, and an iteration without masks moves every
+      // descriptor to uniform registers.
+#pragma unroll
       for (int n = 0; n < 2 * kCells; ++n) {
         const int r = n & 1, cell = n >> 1;
         const uint32_t code = codes >> 2 * (at_.wg * kCells + cell) & 3;
-        if (code == 1) continue;  // visible and not partial
-        uint32_t hidden = 0xFFFF;
-        if (code != 0) {
+        uint32_t hidden = code == 1 ? 0 : 0xFFFF;  // 1: visible and not partial
+        if (code > 1) {
           const uint64_t keys = visible_key_bits(a_.mask, p_, smem_.masked_tiles(work_.stage()).batch, t.head_q, at_.row(t, r),
                                                  key0 + cell * kCell);
           hidden ^= qk_fragment_bits(keys, at_.lane);
         }
-        hidden <<= 16 * cell;
-        visible[0] &= ~(r == 0 ? hidden : 0);
-        visible[1] &= ~(r == 1 ? hidden : 0);
+        visible[r] &= ~(hidden << 16 * cell);
       }
     }
   }
