@@ -536,8 +536,8 @@ class Consumer {
       constexpr int kCells = C::kKeys / kCell;
       uint32_t codes = ~0u;  // every cell visible and partial
       if constexpr (C::kHasCellCodes) codes = __shfl_sync(~0u, at_.lane == 0 ? smem_.cell_codes(k_.stage(), k_.phase()) : 0, 0);
-      // Unrolled: behind a loop without wgmma the compiler no longer takes the pipelines' stages for uniform, and an iteration without masks moves every
-      // descriptor to uniform registers.
+        // Unrolled: behind a loop without wgmma the compiler no longer takes the pipelines' stages for uniform, and an iteration without masks moves every
+        // descriptor to uniform registers.
 #pragma unroll
       for (int n = 0; n < 2 * kCells; ++n) {
         const int r = n & 1, cell = n >> 1;
