@@ -79,6 +79,16 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
   }
   params.ordered = p.deterministic;
   if (plan.cyclic) params.cyclic = CyclicOrder(plan.q_tiles, plan.key_blocks);
+  params.tma_dk = plan.tma_dk;
+  params.tma_dv = plan.tma_dv;
+  if (plan.tma_dk) {
+    FA_RETURN_IF_ERROR(
+        describe_rows(memory.driver, "dk", b.dk, p.k_lengths, p.batch, p.heads_k, p.head_dim, 1, 16, params.dk_map, error));
+  }
+  if (plan.tma_dv) {
+    FA_RETURN_IF_ERROR(
+        describe_rows(memory.driver, "dv", b.dv, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, 1, 16, params.dv_map, error));
+  }
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;
   params.raw = raw_unit(b.forward);
