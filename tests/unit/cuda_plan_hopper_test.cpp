@@ -731,7 +731,20 @@ TEST(CudaPlanHopper, KernelsWithoutNanSafePath) {
   EXPECT_EQ(plan_of(128, 512, 700, plain).q_tiles, 8) << "seven Q tiles are 560 rows";
   EXPECT_EQ(plan_of(128, 4096, 4096, window(1024)).q_tiles, 64) << "main loops are short";
   EXPECT_FALSE(is_safe(plan_of(128, 4096, 4096, window(1024))));
+  // Under a causal mask those of 64 rows serve heads without groups.
   EXPECT_TRUE(is_safe(plan_of(128, 1024, 1024, causal)));
+  const auto alone = [&](auto set) {
+    return plan_of(128, 1024, 1024, [&](MaskedProblem &p) {
+      causal(p);
+      p.heads_k = p.heads_q, p.group = 1;
+      set(p);
+    });
+  };
+  EXPECT_FALSE(is_safe(alone(plain)));
+  EXPECT_EQ(alone(plain).q_tiles, 16);
+  EXPECT_TRUE(is_safe(alone(deterministic)));
+  EXPECT_TRUE(is_safe(alone([&](MaskedProblem &p) { p.q_lengths.cu = &lengths; })));
+  EXPECT_TRUE(is_safe(alone([&](MaskedProblem &p) { p.band.right = Band::kUnlimited, p.k_lengths.used = &lengths; })));
   // The second pass has to pay.
   device = h200();
   const MaskedProblem p = problem(4096, 4096, 128);
