@@ -645,6 +645,32 @@ TEST(CudaPlanHopper, HopperKernelsForShortSequences) {
 
 }  // namespace
 
+// TMA stores dk and dv where the kernel can stage them and their rows are whole 16-byte vectors of the operands' dtype.
+TEST(CudaPlanHopper, TmaStoresDkAndDv) {
+  const auto plan_of = [](int64_t head_dim, auto set) {
+    BackwardProblem b = backward_of(problem(4096, 4096, head_dim));
+    set(b);
+    return backward_plan(b, h200());
+  };
+  for (const int64_t head_dim : {40, 64, 104, 128}) {
+    const BackwardPlan plan = plan_of(head_dim, [](BackwardProblem &) {});
+    EXPECT_TRUE(plan.tma_dk && plan.tma_dv) << head_dim;
+  }
+  const auto registers = [](const BackwardPlan &plan) { return !plan.tma_dk && !plan.tma_dv; };
+  EXPECT_TRUE(registers(plan_of(96, [](BackwardProblem &) {}))) << "dq has no room for dk";
+  EXPECT_TRUE(registers(plan_of(256, [](BackwardProblem &) {}))) << "a cluster";
+  EXPECT_TRUE(registers(plan_of(128, [](BackwardProblem &b) { b.forward.deterministic = true; })));
+  EXPECT_TRUE(registers(plan_of(128, [](BackwardProblem &b) { b.forward.dropout.threshold = 6554; })));
+  EXPECT_TRUE(registers(plan_of(128, [](BackwardProblem &b) { b.dk.dtype = b.dv.dtype = Dtype::f32; })));
+  // Each of them by itself.
+  const BackwardPlan odd = plan_of(128, [](BackwardProblem &b) { b.dk.data = static_cast<char *>(b.dk.data) + 2; });
+  EXPECT_FALSE(odd.tma_dk);
+  EXPECT_TRUE(odd.tma_dv);
+  const BackwardPlan unwanted = plan_of(128, [](BackwardProblem &b) { b.dv.data = nullptr; });
+  EXPECT_TRUE(unwanted.tma_dk);
+  EXPECT_FALSE(unwanted.tma_dv);
+}
+
 // Kernels without a NaN-safe path serve what every query sees whole, and large problems with a mask, behind which a second pass stands ready.
 TEST(CudaPlanHopper, KernelsWithoutNanSafePath) {
   Device device = h200();
@@ -705,7 +731,20 @@ TEST(CudaPlanHopper, KernelsWithoutNanSafePath) {
   EXPECT_EQ(plan_of(128, 512, 700, plain).q_tiles, 8) << "seven Q tiles are 560 rows";
   EXPECT_EQ(plan_of(128, 4096, 4096, window(1024)).q_tiles, 64) << "main loops are short";
   EXPECT_FALSE(is_safe(plan_of(128, 4096, 4096, window(1024))));
+  // Under a causal mask those of 64 rows serve heads without groups.
   EXPECT_TRUE(is_safe(plan_of(128, 1024, 1024, causal)));
+  const auto alone = [&](auto set) {
+    return plan_of(128, 1024, 1024, [&](MaskedProblem &p) {
+      causal(p);
+      p.heads_k = p.heads_q, p.group = 1;
+      set(p);
+    });
+  };
+  EXPECT_FALSE(is_safe(alone(plain)));
+  EXPECT_EQ(alone(plain).q_tiles, 16);
+  EXPECT_TRUE(is_safe(alone(deterministic)));
+  EXPECT_TRUE(is_safe(alone([&](MaskedProblem &p) { p.q_lengths.cu = &lengths; })));
+  EXPECT_TRUE(is_safe(alone([&](MaskedProblem &p) { p.band.right = Band::kUnlimited, p.k_lengths.used = &lengths; })));
   // The second pass has to pay.
   device = h200();
   const MaskedProblem p = problem(4096, 4096, 128);

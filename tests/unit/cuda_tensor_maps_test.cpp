@@ -50,7 +50,7 @@ class CudaTensorMaps : public ::testing::Test {
 };
 
 TEST_F(CudaTensorMaps, Rows) {
-  ASSERT_EQ(describe_rows(driver_, "k", p_.k, p_.k_lengths, p_.batch, p_.heads_k, p_.head_dim, 64, map_, error_), FA_OK);
+  ASSERT_EQ(describe_rows(driver_, "k", p_.k, p_.k_lengths, p_.batch, p_.heads_k, p_.head_dim, 1, 64, map_, error_), FA_OK);
   EXPECT_EQ(told.type, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16);
   EXPECT_EQ(told.swizzle, CU_TENSOR_MAP_SWIZZLE_128B);
   EXPECT_EQ(told.sizes, (Numbers{128, 1000, 2, 2}));
@@ -60,9 +60,41 @@ TEST_F(CudaTensorMaps, Rows) {
   p_.k_lengths.cu = &unreadable;
   for (const int64_t total : {5000, 0}) {
     p_.k_lengths.total = total;
-    ASSERT_EQ(describe_rows(driver_, "k", p_.k, p_.k_lengths, p_.batch, p_.heads_k, p_.head_dim, 64, map_, error_), FA_OK);
+    ASSERT_EQ(describe_rows(driver_, "k", p_.k, p_.k_lengths, p_.batch, p_.heads_k, p_.head_dim, 1, 64, map_, error_), FA_OK);
     EXPECT_EQ(told.sizes, (Numbers{128, total == 0 ? 1u : 5000u, 2, 1}));
   }
+}
+
+// Boxes of several swizzle atoms, as tma_load_tile() loads them.
+TEST_F(CudaTensorMaps, RowsInTiles) {
+  const auto rows = [&](int64_t head_dim, int32_t atoms) {
+    return describe_rows(driver_, "k", p_.k, p_.k_lengths, p_.batch, p_.heads_k, head_dim, atoms, 80, map_, error_);
+  };
+  ASSERT_EQ(rows(128, 2), FA_OK);
+  EXPECT_EQ(told.sizes, (Numbers{64, 1000, 2, 2, 2}));
+  EXPECT_EQ(told.strides, (Numbers{1024, 128, 256, 1 << 21}));
+  EXPECT_EQ(told.box, (Numbers{64, 80, 2, 1, 1}));
+  EXPECT_EQ(told.swizzle, CU_TENSOR_MAP_SWIZZLE_128B);
+  // Fewer columns than the tile has atoms for.
+  ASSERT_EQ(rows(128, 4), FA_OK);
+  EXPECT_EQ(told.sizes, (Numbers{64, 1000, 2, 2, 2}));
+  EXPECT_EQ(told.box, (Numbers{64, 80, 4, 1, 1}));
+  // Rows that do not end with an atom: all columns are one, and a box has 64 of them.
+  EXPECT_FALSE(has_whole_atoms(Dtype::bf16, 120));
+  ASSERT_EQ(rows(120, 2), FA_OK);
+  EXPECT_EQ(told.sizes, (Numbers{120, 1000, 1, 2, 2}));
+  EXPECT_EQ(told.box, (Numbers{64, 80, 1, 1, 1}));
+  // Atoms of 8 bits have 128 columns.
+  p_.k.dtype = Dtype::e4m3;
+  EXPECT_FALSE(has_whole_atoms(Dtype::e4m3, 192));
+  ASSERT_EQ(rows(256, 2), FA_OK);
+  EXPECT_EQ(told.sizes, (Numbers{128, 1000, 2, 2, 2}));
+  EXPECT_EQ(told.strides, (Numbers{512, 128, 128, 1 << 20}));
+  EXPECT_EQ(told.box, (Numbers{128, 80, 2, 1, 1}));
+  p_.k_lengths.cu = &unreadable;
+  p_.k_lengths.total = 5000;
+  ASSERT_EQ(rows(256, 2), FA_OK);
+  EXPECT_EQ(told.sizes, (Numbers{128, 5000, 2, 2, 1}));
 }
 
 TEST_F(CudaTensorMaps, KeysAndValues) {

@@ -64,7 +64,7 @@ class Launches {
   const Entry *end() const { return entries_ + num_entries_; }
 
  private:
-  static constexpr size_t kParamsBytes = 3328, kAlignment = 128;  // of tensor maps
+  static constexpr size_t kParamsBytes = 3712, kAlignment = 128;  // of tensor maps
 
   alignas(kAlignment) unsigned char params_[kMaxParams][kParamsBytes];
   union {

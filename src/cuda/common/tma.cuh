@@ -47,14 +47,32 @@ __device__ __forceinline__ void tma_prefetch_4d(const CUtensorMap *map, int colu
                : "memory");
 }
 
-// Loads the box at (atom, row, head, batch) of a 5-d tensor map (batch or pages, heads, swizzle atoms of 64 columns, rows, 64).
-__device__ __forceinline__ void tma_load_5d(uint32_t dst, const CUtensorMap *map, uint32_t barrier, int atom, int row, int head,
-                                            int batch, uint64_t policy) {
+// Loads the box at (column, row, atom, head, batch) of a 5-d tensor map (batch or pages, heads, swizzle atoms, rows, columns of an atom).
+__device__ __forceinline__ void tma_load_5d(uint32_t dst, const CUtensorMap *map, uint32_t barrier, int column, int row,
+                                            int atom, int head, int batch, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%3, %4, %5, %6, %7}], [%2], %8;\n" ::"r"(dst),
-      "l"(map), "r"(barrier), "r"(0), "r"(row), "r"(atom), "r"(head), "r"(batch), "l"(policy)
+      "l"(map), "r"(barrier), "r"(column), "r"(row), "r"(atom), "r"(head), "r"(batch), "l"(policy)
       : "memory");
+}
+
+// Prefetches a box of a 5-d tensor map to the L2 cache.
+__device__ __forceinline__ void tma_prefetch_5d(const CUtensorMap *map, int column, int row, int atom, int head, int batch) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];\n" ::"l"(map), "r"(column),
+               "r"(row), "r"(atom), "r"(head), "r"(batch)
+               : "memory");
+}
+
+// Loads a tile of kAtoms > 1 swizzle atoms of kAtomBytes each. Where rows end with an atom the tile is one box. Elsewhere it is boxes of one atom, and to
+// TMA all columns of a row are one atom (describe_rows() in host/tensor_maps.h).
+template <int kAtoms, int kAtomBytes, int kAtomColumns = 64>
+__device__ __forceinline__ void tma_load_tile(uint32_t tile, const CUtensorMap *map, uint32_t barrier, bool whole_atoms,
+                                              int row, int head, int batch, uint64_t policy) {
+  const int boxes = whole_atoms ? 1 : kAtoms;
+#pragma unroll 1
+  for (int n = 0; n < boxes; ++n)
+    tma_load_5d(tile + n * kAtomBytes, map, barrier, n * kAtomColumns, row, 0, head, batch, policy);
 }
 
 // Loads the box at (column, row, atom) to the same address in the shared memory of each CTA of the cluster in `ctas` (a bit for each rank). The

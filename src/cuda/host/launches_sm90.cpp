@@ -44,12 +44,12 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
   params.only_if = only_if;
   params.keep_scale = std::ldexp(p.dropout.keep_scale, -exponent);
   FA_RETURN_IF_ERROR(
-      describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, shape.rows, params.q_map, error));
-  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, shape.block_keys(),
+      describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, 1, shape.rows, params.q_map, error));
+  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "k", p.k, p.k_lengths, p.batch, p.heads_k, p.head_dim, 1, shape.block_keys(),
                                    params.k_map, error));
-  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, shape.block_keys(),
-                                   params.v_map, error));
-  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "dout", b.dout, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, shape.rows,
+  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "v", p.v, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, 1,
+                                   shape.block_keys(), params.v_map, error));
+  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "dout", b.dout, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, 1, shape.rows,
                                    params.dout_map, error));
   const int64_t tiles = q_tiles_of_all_heads(params);
   FA_RETURN_IF_ERROR(
@@ -79,6 +79,16 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
   }
   params.ordered = p.deterministic;
   if (plan.cyclic) params.cyclic = CyclicOrder(plan.q_tiles, plan.key_blocks);
+  params.tma_dk = plan.tma_dk;
+  params.tma_dv = plan.tma_dv;
+  if (plan.tma_dk) {
+    FA_RETURN_IF_ERROR(
+        describe_rows(memory.driver, "dk", b.dk, p.k_lengths, p.batch, p.heads_k, p.head_dim, 1, 16, params.dk_map, error));
+  }
+  if (plan.tma_dv) {
+    FA_RETURN_IF_ERROR(
+        describe_rows(memory.driver, "dv", b.dv, p.k_lengths, p.batch, p.heads_k, p.head_dim_v, 1, 16, params.dv_map, error));
+  }
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;
   params.raw = raw_unit(b.forward);
@@ -113,13 +123,11 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   auto &scored = launches.make_params<ScoreTextParams<ForwardParams>>();
   ForwardParams &params = scored.params;
   params.problem = p;
-  FA_RETURN_IF_ERROR(
-      describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, 64, params.q_map, error));
+  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, shape.q_box_atoms(),
+                                   64, params.q_map, error));
   const auto describe = [&](const char *name, const Operand &tensor, int64_t columns, int32_t box_atoms, CUtensorMap &map) {
-    return shape.wide() || (box_atoms > 1 && columns % 64 == 0)
-               ? describe_kv(memory.driver, name, p, tensor, columns, box_atoms * 64, shape.kv_tile, map, error)
-               : describe_rows(memory.driver, name, tensor, p.k_lengths, p.batch, p.heads_k, columns, shape.kv_tile, map,
-                               error);
+    return describe_rows(memory.driver, name, tensor, p.k_lengths, p.batch, p.heads_k, columns, box_atoms, shape.kv_tile, map,
+                         error);
   };
   FA_RETURN_IF_ERROR(describe("k", p.k, p.head_dim, shape.k_box_atoms, params.k_map));
   if (shape.fp8) {
@@ -130,8 +138,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   } else {
     FA_RETURN_IF_ERROR(describe("v", p.v, p.head_dim_v, shape.v_box_atoms, params.v_map));
   }
-  params.k_whole_atoms = p.head_dim % 64 == 0;
-  params.v_whole_atoms = p.head_dim_v % 64 == 0;
+  params.k_whole_atoms = has_whole_atoms(p.k.dtype, p.head_dim);
+  params.v_whole_atoms = has_whole_atoms(p.v.dtype, p.head_dim_v);
   params.limits = Diagonal<int32_t>::Limits(p.band);
   params.raw = raw_unit(p);
   params.order = TileOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_l2_group, plan.last_batch,
@@ -149,8 +157,8 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.vector_out = plan.vector.out;
   params.tma_out = plan.tma_out;
   if (plan.tma_out) {
-    FA_RETURN_IF_ERROR(
-        describe_rows(memory.driver, "out", p.out, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, 16, params.out_map, error));
+    FA_RETURN_IF_ERROR(describe_rows(memory.driver, "out", p.out, p.q_lengths, p.batch, p.heads_q, p.head_dim_v, 1, 16,
+                                     params.out_map, error));
   }
   Launch launch{forward_kernel(plan.shape, p.out.dtype),  shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/shape.fp8,
                 shape.cluster() > 1 ? shape.cluster() : 0};
@@ -182,10 +190,10 @@ fa_status add_launches(const JvpProblem &j, const JvpPlan &plan, const LaunchMem
   params.has_tv = j.tv.data != nullptr;
   constexpr int32_t kBoxRows = 64;
   const auto queries = [&](const char *name, const Operand &rows, CUtensorMap &map) {
-    return describe_rows(memory.driver, name, rows, p.q_lengths, p.batch, p.heads_q, p.head_dim, kBoxRows, map, error);
+    return describe_rows(memory.driver, name, rows, p.q_lengths, p.batch, p.heads_q, p.head_dim, 1, kBoxRows, map, error);
   };
   const auto keys = [&](const char *name, const Operand &rows, int64_t columns, CUtensorMap &map) {
-    return describe_rows(memory.driver, name, rows, p.k_lengths, p.batch, p.heads_k, columns, kBoxRows, map, error);
+    return describe_rows(memory.driver, name, rows, p.k_lengths, p.batch, p.heads_k, columns, 1, kBoxRows, map, error);
   };
   FA_RETURN_IF_ERROR(queries("q", p.q, params.q_map));
   FA_RETURN_IF_ERROR(keys("k", p.k, p.head_dim, params.k_map));

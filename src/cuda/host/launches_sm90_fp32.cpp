@@ -34,7 +34,8 @@ class Split {
     rows.batch_stride = shape.heads * rows.head_stride;
     Lengths padded;
     padded.max_len = shape.rows;
-    return describe_rows(memory_.driver, name, rows, padded, kPlanes * shape.batch, shape.heads, columns, box_rows, map, error);
+    return describe_rows(memory_.driver, name, rows, padded, kPlanes * shape.batch, shape.heads, columns, 1, box_rows, map,
+                         error);
   }
   void launch(Launches &launches) const { launches.add("split kernel", {split_kernel(), kSplitThreads, 0, blocks_}, &params_); }
   // Sequences of a plane.

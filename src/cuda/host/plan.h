@@ -79,10 +79,11 @@ struct BackwardPlan {
   int32_t last_heads = 0;  // sm90: fewest heads of the last L2 group
   // sm90: so many work tiles at the end are divided among split_units CTAs, in at most splits_per_tile splits each; 0: none.
   int32_t split_tiles = 0, split_units = 0, splits_per_tile = 0;
-  bool cyclic = false;         // sm90: work tiles add to two sums for dQ, in cyclic order (cyclic_order.h)
-  int32_t split_counters = 0;  // in the workspace, behind those of dQ
-  size_t split_offset = 0;     // in the workspace
-  int32_t dbias_shape = -1;    // sm90: the sm80 kernel whose second pass computes dbias
+  bool cyclic = false;                  // sm90: work tiles add to two sums for dQ, in cyclic order (cyclic_order.h)
+  bool tma_dk = false, tma_dv = false;  // sm90: TMA stores dK, or dV; without it, registers do
+  int32_t split_counters = 0;           // in the workspace, behind those of dQ
+  size_t split_offset = 0;              // in the workspace
+  int32_t dbias_shape = -1;             // sm90: the sm80 kernel whose second pass computes dbias
   // sm90, with a kernel without a NaN-safe path: the flag in the workspace that says that it has found NaN or Inf; 0: none. And the kernel of the second
   // pass that then runs (nan_safe_pass), or -1 where no pair is hidden.
   size_t nonfinite_offset = 0;

@@ -106,8 +106,12 @@ bool does_without_nan_safe_path(const MaskedProblem &p, const Device &device, co
     if (!shows_all && std::min(queries, span) < kFewestMasked) return false;
   }
   if (shows_all) return true;
-  // D128 with Q tiles of 64: windows gain, longer main loops do not.
-  if (shape.head_dim == 128 && shape.rows == 64 && shape.scores == kPlain && span >= Diagonal<int32_t>::kLongest) return false;
+  // D128 with Q tiles of 64: windows gain, and by TMA stores of dk and dv a causal mask. Of longer main loops packed sequences did not; others were not
+  // measured.
+  const bool gains_causal = !limits.unlimited_right() && p.group == 1 && p.q_lengths.cu == nullptr && !p.deterministic;
+  if (shape.head_dim == 128 && shape.rows == 64 && shape.scores == kPlain && span >= Diagonal<int32_t>::kLongest &&
+      !gains_causal)
+    return false;
   const int64_t rows = p.q_lengths.cu != nullptr ? p.q_lengths.total : p.batch * queries;
   const double pairs = static_cast<double>(rows * p.heads_q) * static_cast<double>(std::min(keys, span));
   // With 64 columns the gain is three times as large.
@@ -220,6 +224,13 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   if (shape.blocks() == 1 && shape.scores == kPlain) split_tail(b.forward, at_once, shape, plan);
   if (merges_last_groups(p, shape, plan)) plan.last_heads = 2 * plan.heads_per_l2_group;
   plan.zero_dq_sum = !p.deterministic && work_tiles_of_q_tile(b.forward, shape, plan) > few_work_tiles(p, shape);
+  // In deterministic mode work tiles wait for one another, and lost up to 3 % by it.
+  const auto stored_by_tma = [&](const Operand &gradient, int64_t columns) {
+    return shape.stages_dkv() && !p.deterministic && gradient.data != nullptr && gradient.dtype != Dtype::f32 &&
+           is_tma_compatible(gradient, p.k_lengths, columns);
+  };
+  plan.tma_dk = stored_by_tma(b.dk, p.head_dim);
+  plan.tma_dv = stored_by_tma(b.dv, p.head_dim_v);
   if (!shape.nan_safe) {
     plan.nonfinite_offset = plan.workspace_bytes;
     if (plan.nan_safe_shape >= 0)

@@ -3,11 +3,12 @@
 
 #include <algorithm>
 
+#include "cuda/common/swizzle_atom.h"
+
 namespace fa::cuda {
 namespace {
 
 constexpr int kMaxRank = 5;
-constexpr int64_t kAtomBytes = 128;  // of a swizzle atom's row
 
 // Dimensions from the innermost outwards. The innermost one is contiguous; the strides are those of the others.
 struct Description {
@@ -45,42 +46,62 @@ fa_status encode(const Driver &driver, const char *name, void *data, const Descr
               cudaGetErrorName(to_runtime(result)));
 }
 
+int64_t atom_columns(Dtype dtype) { return kAtomBytes / dtype_bytes(dtype); }
+
+// (batches, heads, swizzle atoms, rows, columns of an atom), in boxes of `box_atoms` atoms. Rows that do not end with an atom are one atom of all
+// columns, in boxes of one.
+Description by_atoms(const Operand &t, int64_t head_dim, int64_t rows, int64_t heads, int64_t batches, int32_t box_atoms,
+                     int32_t box_rows) {
+  const int64_t columns = atom_columns(t.dtype);
+  const bool whole = has_whole_atoms(t.dtype, head_dim);
+  // What a box has beyond the columns is zero. With one atom its stride does not count, but has to be legal.
+  return {.type = map_type(t.dtype),
+          .element_bytes = dtype_bytes(t.dtype),
+          .rank = 5,
+          .sizes = {whole ? columns : head_dim, rows, whole ? head_dim / columns : 1, heads, batches},
+          .strides = {t.seq_stride, columns, t.head_stride, t.batch_stride},
+          .box = {static_cast<int32_t>(columns), box_rows, whole ? box_atoms : 1, 1, 1},
+          .promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
+}
+
 }  // namespace
 
+bool has_whole_atoms(Dtype dtype, int64_t head_dim) { return head_dim % atom_columns(dtype) == 0; }
+
 fa_status describe_rows(const Driver &driver, const char *name, const Operand &t, const Lengths &lengths, int64_t batch,
-                        int64_t heads, int64_t head_dim, int32_t box_rows, CUtensorMap &map, ErrorText &error) {
+                        int64_t heads, int64_t head_dim, int32_t box_atoms, int32_t box_rows, CUtensorMap &map,
+                        ErrorText &error) {
   const bool packed = lengths.cu != nullptr;
-  const int64_t bytes = dtype_bytes(t.dtype);
+  const int64_t rows = packed ? lengths.total : lengths.max_len, batches = packed ? 1 : batch;
+  if (box_atoms > 1)
+    return encode(driver, name, t.data, by_atoms(t, head_dim, rows, heads, batches, box_atoms, box_rows), map, error);
   const Description d{.type = map_type(t.dtype),
-                      .element_bytes = bytes,
+                      .element_bytes = dtype_bytes(t.dtype),
                       .rank = 4,
-                      .sizes = {head_dim, packed ? lengths.total : lengths.max_len, heads, packed ? 1 : batch},
+                      .sizes = {head_dim, rows, heads, batches},
                       .strides = {t.seq_stride, t.head_stride, t.batch_stride},
-                      .box = {static_cast<int32_t>(kAtomBytes / bytes), box_rows, 1, 1}};
+                      .box = {static_cast<int32_t>(atom_columns(t.dtype)), box_rows, 1, 1}};
   return encode(driver, name, t.data, d, map, error);
 }
 
 fa_status describe_kv(const Driver &driver, const char *name, const Problem &p, const Operand &t, int64_t head_dim,
                       int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error) {
   const bool kv_8bit = is_quantised(t.dtype), paged = p.page_table != nullptr, packed = p.k_lengths.cu != nullptr;
-  const int64_t bytes = dtype_bytes(t.dtype), swizzled = kAtomBytes / bytes,
-                atom = kv_8bit || head_dim % swizzled != 0 ? head_dim : swizzled,
-                rows = paged    ? p.page_size
+  const int64_t rows = paged    ? p.page_size
                        : packed ? p.k_lengths.total
                                 : p.k_lengths.max_len,
                 batches = paged    ? p.num_pages
                           : packed ? 1
                                    : p.batch;
-  // What a box has beyond the columns is zero. With one atom its stride does not count, but has to be legal.
-  const Description d{.type = map_type(t.dtype),
-                      .element_bytes = bytes,
-                      .rank = 5,
-                      .sizes = {atom, rows, head_dim / atom, p.heads_k, batches},
-                      .strides = {t.seq_stride, kv_8bit ? box_columns : swizzled, t.head_stride, t.batch_stride},
-                      .box = {kv_8bit ? box_columns : static_cast<int32_t>(swizzled), box_rows,
-                              atom == swizzled ? static_cast<int32_t>(box_columns / swizzled) : 1, 1, 1},
-                      .swizzle = kv_8bit ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
-                      .promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
+  Description d =
+      by_atoms(t, head_dim, rows, p.heads_k, batches, box_columns / static_cast<int32_t>(atom_columns(t.dtype)), box_rows);
+  if (kv_8bit) {
+    d.sizes[0] = head_dim;
+    d.sizes[2] = 1;
+    d.strides[1] = d.box[0] = box_columns;
+    d.box[2] = 1;
+    d.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
+  }
   return encode(driver, name, t.data, d, map, error);
 }
 

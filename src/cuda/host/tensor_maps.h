@@ -11,10 +11,14 @@
 
 namespace fa::cuda {
 
-// (batch, seqlen, heads, head_dim) in boxes of `box_rows` rows of one head and one 128-byte swizzle atom of columns. What lies outside of the
-// tensor reads as zero.
+// Whether rows of so many columns end with a 128-byte swizzle atom.
+bool has_whole_atoms(Dtype dtype, int64_t head_dim);
+
+// (batch, seqlen, heads, head_dim) in boxes of `box_rows` rows of one head and one swizzle atom of columns. What lies outside of the tensor reads as
+// zero. For boxes of several atoms, which tma_load_tile() loads, the map has the five dimensions of describe_kv().
 fa_status describe_rows(const Driver &driver, const char *name, const Operand &tensor, const Lengths &lengths, int64_t batch,
-                        int64_t heads, int64_t head_dim, int32_t box_rows, CUtensorMap &map, ErrorText &error);
+                        int64_t heads, int64_t head_dim, int32_t box_atoms, int32_t box_rows, CUtensorMap &map,
+                        ErrorText &error);
 
 // K or V as (batch or pages, heads, swizzle atoms of 64 columns, rows, 64), in boxes of `box_rows` rows of one head and `box_columns` columns,
 // which may be several atoms. 8-bit K and V are one unswizzled atom of all columns. Rows of 16 bits that do not end with an atom are one atom of

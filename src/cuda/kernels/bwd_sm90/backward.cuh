@@ -211,6 +211,7 @@ class Backward : ProducerWarps<C> {
 #pragma unroll 1
     for (int work_index = 0; next_work_tile(work_index);) {
       if constexpr (kWg1MaySkip) cta_.work_stage += wg_;
+      if (C::kStagesDkv) wait_staged_read();
 #pragma unroll
       for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
       if constexpr (C::kKvStages > 1) kv_stage_ = uniform(work_index % C::kKvStages);
@@ -253,7 +254,8 @@ class Backward : ProducerWarps<C> {
             has_prev_ = true;
           } while (head_in_group_ < static_cast<int>(cta_.problem.group));
         }
-        release_kv(v_empty(kv_stage()));
+        const bool stages = stages_dv();
+        if (!stages) release_kv(v_empty(kv_stage()));
         if (kWg1MaySkip && cta_.work().wg1_skips && wg_ == 1) {
           stage_ = uniform(q_pipe.stage());
           ds_stage_ = uniform(n & 1);
@@ -261,7 +263,18 @@ class Backward : ProducerWarps<C> {
           ++n;
           q_pipe.advance();
         }
+        if (C::kStagesDkv && cta_.params.tma_dv) {
+          named_barrier(3 + opaque(wg_), 128);  // no warp of this warpgroup has V as an operand any more
+          if (stages)
+            cta_.template store_staged<C::kTileKv * 128>(cta_.params.dv_map, dv_, C::kHasDropout ? cta_.params.keep_scale : 1.f,
+                                                         smem_v() + (opaque(wg_) * 4 + opaque(cta_.warp)) * 16 * 128,
+                                                         first_key());
+        }
         finish_dq(kWg1MaySkip ? opaque(n) : n, kWg1MaySkip && cta_.work().wg1_skips);
+        if (stages) {
+          wait_staged_read();
+          release_kv(v_empty(kv_stage()));
+        }
       } else {
         release_kv(v_empty(kv_stage()));
       }
@@ -271,14 +284,38 @@ class Backward : ProducerWarps<C> {
         release_work_tile(work_index++);
         continue;
       }
+      const bool stages_dk = C::kStagesDkv && cta_.params.tma_dk && may_stage();
+      if (stages_dk) {
+        mbarrier_wait(dq_empty(opaque(wg_)), opaque(n) & 1 ^ 1);
+        cta_.template store_staged<16 * 128>(cta_.params.dk_map, dk_, cta_.problem.softmax_scale,
+                                             smem_dq(opaque(wg_)) + opaque(cta_.warp) * (C::kDqPartialBytes / 4), first_key());
+      }
       cta_.store_dkv(cta_.params.problem.dk, dk_, cta_.problem.softmax_scale, static_cast<int>(cta_.problem.head_dim),
-                     cta_.params.vector_dk, first_key(), wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads);
+                     cta_.params.vector_dk, first_key(), wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads,
+                     stages_dk);
       cta_.store_dkv(cta_.params.problem.dv, dv_, C::kHasDropout ? cta_.params.keep_scale : 1.f,
                      static_cast<int>(cta_.problem.head_dim_v), cta_.params.vector_dv, first_key(),
-                     wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads);
+                     wg_ * 128 + cta_.warp * 32 + opaque(cta_.lane), C::kConsumerThreads, stages_dv());
       work_index = cta_.work().work_index;
       release_work_tile(work_index++);
     }
+    if (C::kStagesDkv) wait_staged_read();  // shared memory is freed when the CTA exits
+  }
+
+  // Whether this warp's 16 keys of dk and dv can be stored by TMA: all of them are used, and their sums are complete.
+  __device__ __forceinline__ bool may_stage() const {
+    return cta_.work().key0 + (opaque(wg_) * 4 + opaque(cta_.warp)) * 16 + 16 <= cta_.work().seqlen_k &&
+           (!C::kSplitTail || cta_.work().splits <= 1);
+  }
+  // dv is staged where V is, before the last dq, and V is released when TMA has read it. A work tile without queries stores its zeros from registers.
+  __device__ __forceinline__ bool stages_dv() const {
+    return C::kStagesDkv && cta_.params.tma_dv && may_stage() &&
+           (cta_.work().q_tile_begin < cta_.work().q_tile_end || (kWg1MaySkip && cta_.work().wg1_skips));
+  }
+  // Until TMA has read what this warp has staged.
+  __device__ __forceinline__ void wait_staged_read() const {
+    if (opaque(cta_.lane) == 0) bulk_wait_group_read();
+    __syncwarp();
   }
 
   __device__ __forceinline__ void release_kv(uint32_t empty) const {

@@ -38,7 +38,9 @@ struct BackwardParams : BackwardRows {
   // Separate gradients: dq has CTAs of its own, the first dq_blocks of the grid, one for a Q tile each.
   L2HeadOrder query_order;
   int32_t dq_blocks;
-  CyclicOrder cyclic;  // deterministic mode: the order of additions to dq_sum, where it is in use
+  CyclicOrder cyclic;          // deterministic mode: the order of additions to dq_sum, where it is in use
+  CUtensorMap dk_map, dv_map;  // a box is 64 columns x the 16 keys of a warp
+  bool tma_dk, tma_dv;         // TMA stores what it can of dk, or of dv
 };
 
 // The kernels' addresses; null if this build leaves them out. `shape` indexes kBackwardShapes.

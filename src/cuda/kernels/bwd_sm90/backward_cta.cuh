@@ -576,10 +576,11 @@ struct BackwardCta {
 
   // Stores dk or dv of 64 keys from `first_key` on, 16 bytes a lane: the four lanes that hold a row exchange four column
   // blocks. Keys of the sequence's slot that are not used get zero. The last work tile also zeroes the keys of the sequence's slot beyond
-  // the grid; `thread` of `threads` threads take part in that.
+  // the grid; `thread` of `threads` threads take part in that. `stored`: store_staged() has stored the 64 keys.
   template <int kCount>
   __device__ __forceinline__ void store_dkv(const Operand &t, const float (&acc)[kCount], float scale, int columns,
-                                            bool vectors_at_run_time, int first_key, int thread, int threads) const {
+                                            bool vectors_at_run_time, int first_key, int thread, int threads,
+                                            bool stored = false) const {
     if (t.data == nullptr) return;
     const bool vectors = known_vectors(vectors_at_run_time);
     const int seq_slot = static_cast<int>(unpadded_keys(problem.k_lengths, work().batch).slot);
@@ -603,9 +604,36 @@ struct BackwardCta {
       return;
     }
     Element *base = row_of_tensor<Element>(t, work().batch, work().k_start, work().head_k);
-    store_rows(t, base, acc, scale, columns, vectors, first_key, work().seqlen_k, seq_slot);
+    if (!stored) store_rows(t, base, acc, scale, columns, vectors, first_key, work().seqlen_k, seq_slot);
     if (work().key0 / C::kTileKv != params.order.row_blocks - 1) return;
     zero_rows<2 * kCount>(t, base, columns, vectors, work().key0 + C::kTileKv, seq_slot, thread, threads);
+  }
+  // Stages this warp's 16 of 64 keys of dk or dv in shared memory at `rows`, in swizzle atoms kAtomPitch bytes apart, and stores them by TMA.
+  template <int kAtomPitch, int kCount>
+  __device__ __forceinline__ void store_staged(const CUtensorMap &map, const float (&acc)[kCount], float scale, uint32_t rows,
+                                               int first_key) const {
+    // stmatrix: lane l gives the address of row l % 8 of matrix l / 8. Matrices 0 and 1 are rows 0 to 7 and 8 to 15 of eight columns, 2 and 3 the same
+    // rows of the next eight columns.
+    const int lane = opaque(this->lane);
+    const uint32_t row_address = rows + (lane & 15) * 128, vector = lane >> 4;
+#pragma unroll
+    for (int column = 0; column < 2 * kCount; column += 16) {
+      uint32_t x[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) x[n] = pack2<Element>(acc[column / 2 + 2 * n] * scale, acc[column / 2 + 2 * n + 1] * scale);
+      stmatrix_x4(row_address + column / 64 * kAtomPitch + (((column % 64 / 8 + vector) ^ (lane & 7)) << 4), x[0], x[1], x[2],
+                  x[3]);
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+#pragma unroll
+      for (int s = 0; s < 2 * kCount / 64; ++s)
+        tma_store_4d(&map, rows + s * kAtomPitch, s * 64, work().k_start + first_key + opaque(warp) * 16, work().head_k,
+                     problem.k_lengths.cu != nullptr ? 0 : work().batch);
+      bulk_commit_group();
+    }
+    __syncwarp();
   }
   // Stores 64 rows of a gradient from `first` on to the rows of a sequence that begin at `base`: the first `used` of them are used, the others, up to
   // `seq_slot`, get zero.

@@ -21,6 +21,12 @@ enum class Design : int32_t {
 
 constexpr int32_t kDqSemaphoresPerTile = 2;  // order counters of a Q tile: its dq is reduced as two partials
 
+// Which kernels of a single CTA may store dk and dv by TMA. With a NaN-safe path they would spill; at head_dim 96 dq has no room for dk. With score terms it was
+// not tried.
+constexpr bool stages_dkv(int32_t head_dim, bool nan_safe, ScoreSet scores) {
+  return head_dim % 64 == 0 && !nan_safe && scores == kPlain;
+}
+
 struct BackwardShape {
   const char *name;
   int32_t head_dim, head_dim_v;  // buckets of q and k, and of v
@@ -58,6 +64,7 @@ struct BackwardShape {
   constexpr int32_t keys() const { return design == Design::separate ? 64 : consumer_warpgroups * 64; }
   constexpr int32_t threads() const { return (consumer_warpgroups + 1) * 128; }
   constexpr int32_t block_keys() const { return keys() / blocks(); }
+  constexpr bool stages_dkv() const { return design == Design::single_cta && sm90::stages_dkv(head_dim, nan_safe, scores); }
   // Columns of a warp's dq accumulators.
   constexpr int32_t dq_columns() const {
     return transposes_dq()                ? rows

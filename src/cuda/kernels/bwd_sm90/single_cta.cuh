@@ -42,6 +42,10 @@ struct BackwardConfig {
   // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
   // atom.
   static constexpr int kKeyColumns = kD / kAtoms;
+  // TMA may store dk and dv. Each warp stages its 16 keys of dv where V was, and those of dk where its dq was.
+  static constexpr bool kStagesDkv = stages_dkv(kD, kNanSafe, kScores);
+  static_assert(!kStagesDkv ||
+                (kDqPartialBytes >= 64 * kD * 2 && kDqPartialBytes % 4096 == 0 && offsetof(Storage, dq) % 1024 == 0));
   static_assert(kTileQ % 16 == 0 && kConsumerWarpgroups % kDqRowParts == 0 && kDqColumns == kKeyColumns &&
                 !(kDqTransposed && kNanSafe));
 };

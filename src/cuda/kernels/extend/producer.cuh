@@ -147,7 +147,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     if (lane_ < C::kWarpKeys && atom < kAtoms) {
       const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : kEvictNormal;
       const uint32_t to = C::k8BitKv ? smem_8bit(load_8bit_.stage()) : smem_atom(pipe_.stage(), atom);
-      tma_load_5d(to + run * kBoxPitch, &map, there, atom, place.row - atom, this->head_, place.outer, policy);
+      tma_load_5d(to + run * kBoxPitch, &map, there, 0, place.row - atom, atom, this->head_, place.outer, policy);
     }
     if constexpr (C::k8BitKv) {
       if (lane_ == 0) mbarrier_arrive_for_warp(there);

@@ -42,7 +42,6 @@ struct ForwardConfig {
   static constexpr int kQProducerWarps = kQStages == 1 && !kHasScoreMod && !kHasScoreText && !kFp8 ? (kHasBias ? 1 : 2) : 0;
   // A bias is loaded by a warp of its own, which waits for every warpgroup.
   static constexpr int kBiasProducerWarps = kHasBias ? 1 : 0;
-  static constexpr bool kWholeBoxes = kD > kMaxHeadDimInAtoms;
   static constexpr int kMmaK = 32 / sizeof(Element);  // the K extent of one wgmma
   using Storage = ForwardStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8, kScores, kSameBits>;
   static constexpr int kWorkStages = Storage::kWorkStages;

@@ -14,9 +14,9 @@ namespace fa::cuda::sm90 {
 
 // The kernel's only parameter: the problem, and how it is divided into work tiles.
 struct ForwardParams {
-  // Tensor maps over (head_dim, seqlen, heads, batch). A box is 128 bytes of columns by 64 rows (q), one KV tile of rows (k, v), or the 16
-  // rows of a warp (out). fp8: v_map is of the transposed copy of V (transposed_v.h), (keys, head_dim_v, heads, batch), in boxes of the keys
-  // of one KV tile by all columns.
+  // Tensor maps over (head_dim, seqlen, heads, batch). A box is 64 rows (q), one KV tile of rows (k, v), or the 16 rows of a warp (out), by 128
+  // bytes of columns. Where all columns of q, k or v are several swizzle atoms the map is one for tma_load_tile(). fp8: v_map is of the transposed
+  // copy of V (transposed_v.h), (keys, head_dim_v, heads, batch), in boxes of the keys of one KV tile by all columns.
   CUtensorMap q_map, k_map, v_map, out_map;
   Problem problem;
   Diagonal<int32_t>::Limits limits;  // of problem.band
@@ -27,7 +27,7 @@ struct ForwardParams {
   int32_t *counters;  // two, zero before and after the launch: the next work tile, and the number of CTAs that have finished
   bool vector_out;    // out allows 16-byte stores
   bool tma_out;       // out allows TMA stores
-  bool k_whole_atoms, v_whole_atoms;        // above head_dim 256: rows end with a swizzle atom, and boxes have several atoms
+  bool k_whole_atoms, v_whole_atoms;        // rows of q and k, or of v, end with a swizzle atom
   Descale q_descale, k_descale, v_descale;  // fp8: one per sequence and head
   // Dropout (common/scores.h): m lies p_exponent below the row maximum, and is raised when a score exceeds it by more than dropout_threshold.
   float p_exponent, dropout_threshold;

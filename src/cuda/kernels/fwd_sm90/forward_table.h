@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/common/swizzle_atom.h"
 #include "cuda/kernels/fwd_sm90/shared_storage.h"
 #include "cuda/kernels/fwd_sm90_wide/shared_storage.h"
 
@@ -35,7 +36,7 @@ struct ForwardShape {
   bool fp8;             // Q, K and V are e4m3, and V comes transposed
   bool same_bits;       // for FA_FLAG_SAME_BITS, and for nothing else
   int32_t storage_bytes, score_text_storage_bytes;
-  int32_t k_box_atoms, v_box_atoms;  // of a box of K or V
+  int32_t k_box_atoms, v_box_atoms;  // swizzle atoms of a box of K or V
 
   // A cluster of two CTAs. In each, two warpgroups share 64 rows, a third one has their scores.
   constexpr bool wide() const { return is_wide(q_stages); }
@@ -46,6 +47,7 @@ struct ForwardShape {
   constexpr int32_t rows() const { return groups * 64; }        // of a work tile
   constexpr int32_t cluster() const { return wide() ? 2 : 1; }  // CTAs that share a work tile
   constexpr bool persistent() const { return !wide(); }
+  constexpr int32_t q_box_atoms() const { return wide() ? 1 : k_box_atoms; }
   // CTAs per SM. With one consumer warpgroup, other CTAs fill the gaps between its wgmmas.
   constexpr int32_t blocks_at_once() const { return groups > 1 ? 1 : std::min(kMaxSharedBytes / (storage_bytes + 1024), 3); }
   // Whether a KV tile of more than a cell is too coarse for blocks of keys: smaller blocks would leave most of it masked.
@@ -107,13 +109,12 @@ struct ForwardShape {
 struct BoxAtoms {
   int32_t k, v;
 };
-template <int32_t head_dim, int32_t q_stages>
-constexpr BoxAtoms box_atoms() {
+template <int32_t head_dim, int32_t head_dim_v, int32_t q_stages, bool fp8>
+constexpr BoxAtoms kv_box_atoms() {
   if constexpr (is_wide(q_stages)) {
     return {WideStorage<head_dim>::kKStageAtoms, WideStorage<head_dim>::kPartAtoms};
   } else {
-    constexpr int32_t kAtoms = head_dim > kMaxHeadDimInAtoms ? head_dim / 64 : 1;
-    return {kAtoms, kAtoms};
+    return {swizzle_atoms(head_dim, fp8 ? 1 : 2), swizzle_atoms(head_dim_v)};
   }
 }
 
@@ -133,7 +134,7 @@ constexpr int32_t forward_storage_bytes() {
   {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits,                   \
    forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores, same_bits>(),                          \
    forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores), same_bits>(),         \
-   box_atoms<head_dim, q_stages>().k, box_atoms<head_dim, q_stages>().v},
+   kv_box_atoms<head_dim, head_dim_v, q_stages, fp8>().k, kv_box_atoms<head_dim, head_dim_v, q_stages, fp8>().v},
 // clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE

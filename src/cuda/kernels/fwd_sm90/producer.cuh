@@ -113,14 +113,24 @@ class Producer {
     return t;
   }
 
+  // Loads kRows rows of q, k or v.
+  template <int kColumns, int kRows>
+  __device__ __forceinline__ void load_rows(uint32_t tile, const CUtensorMap &map, uint32_t barrier,
+                                            [[maybe_unused]] bool whole_atoms, int row, int head, int batch,
+                                            uint64_t policy) const {
+    constexpr int kAtoms = swizzle_atoms(kColumns, sizeof(typename C::Element));
+    if constexpr (kAtoms == 1) {
+      tma_load_4d(tile, &map, barrier, 0, row, head, batch, policy);
+    } else {
+      tma_load_tile<kAtoms, kRows * 128, C::kAtomColumns>(tile, &map, barrier, whole_atoms, row, head, batch, policy);
+    }
+  }
   __device__ __forceinline__ void load_q(const WorkTile &t, const PipelineState<C::kQStages> &q, int wg) const {
     mbarrier_wait(smem_.q_empty(q.stage(), wg), q.phase() ^ 1);
     if (elect_one()) {
       mbarrier_arrive_expect_tx(smem_.q_full(q.stage(), wg), C::kQWarpgroupBytes);
-#pragma unroll
-      for (int s = 0; s < C::kAtoms; ++s)
-        tma_load_4d(smem_.q(q.stage()) + wg * C::kQWarpgroupBytes + s * 64 * 128, &a_.q_map, smem_.q_full(q.stage(), wg),
-                    s * C::kAtomColumns, t.q_row + wg * 64, t.head_q, t.q_batch, kEvictFirst);
+      load_rows<C::kD, 64>(smem_.q(q.stage()) + wg * C::kQWarpgroupBytes, a_.q_map, smem_.q_full(q.stage(), wg),
+                           a_.k_whole_atoms, t.q_row + wg * 64, t.head_q, t.q_batch, kEvictFirst);
     }
   }
   // kv_tile_of(i) is the KV tile of iteration i. With masks as data it is called once for each i, in order, and `range` describes the KV tiles.
@@ -136,15 +146,8 @@ class Producer {
           if constexpr (C::kHasCellCodes) smem_.cell_codes(k.stage(), k.phase()) = codes;
         }
         mbarrier_arrive_expect_tx(smem_.k_full(k.stage()), C::kKBytes);
-        if (C::kWholeBoxes && a_.k_whole_atoms) {
-          tma_load_5d(smem_.k(k.stage()), &a_.k_map, smem_.k_full(k.stage()), 0, t.k_row + tile * C::kKeys, t.head_k, t.k_batch,
-                      kEvictLast);
-        } else {
-#pragma unroll
-          for (int s = 0; s < C::kAtoms; ++s)
-            tma_load_4d(smem_.k(k.stage()) + s * C::kKeys * 128, &a_.k_map, smem_.k_full(k.stage()), s * C::kAtomColumns,
-                        t.k_row + tile * C::kKeys, t.head_k, t.k_batch, kEvictLast);
-        }
+        load_rows<C::kD, C::kKeys>(smem_.k(k.stage()), a_.k_map, smem_.k_full(k.stage()), a_.k_whole_atoms,
+                                   t.k_row + tile * C::kKeys, t.head_k, t.k_batch, kEvictLast);
       }
       k.advance();
     };
@@ -173,14 +176,9 @@ class Producer {
         if constexpr (C::kFp8) {
           tma_load_4d(smem_.v(v.stage()), &a_.v_map, smem_.v_full(v.stage()), t.v_key + tile() * C::kKeys, 0, t.head_k,
                       t.k_batch, kEvictLast);
-        } else if (C::kWholeBoxes && a_.v_whole_atoms) {
-          tma_load_5d(smem_.v(v.stage()), &a_.v_map, smem_.v_full(v.stage()), 0, t.k_row + tile() * C::kKeys, t.head_k,
-                      t.k_batch, kEvictLast);
         } else {
-#pragma unroll
-          for (int s = 0; s < C::kVAtoms; ++s)
-            tma_load_4d(smem_.v(v.stage()) + s * C::kKeys * 128, &a_.v_map, smem_.v_full(v.stage()), s * 64,
-                        t.k_row + tile() * C::kKeys, t.head_k, t.k_batch, kEvictLast);
+          load_rows<C::kDv, C::kKeys>(smem_.v(v.stage()), a_.v_map, smem_.v_full(v.stage()), a_.v_whole_atoms,
+                                      t.k_row + tile() * C::kKeys, t.head_k, t.k_batch, kEvictLast);
         }
       }
       v.advance();

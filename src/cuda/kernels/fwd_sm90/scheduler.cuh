@@ -253,8 +253,14 @@ class Scheduler {
   // With a single Q stage Q is loaded late. A prefetch brings it to the L2 cache as soon as the work tile is known.
   __device__ __forceinline__ void prefetch_q(const WorkTile &t) const {
     static_assert(C::kConsumerWarpgroups * C::kAtoms <= 32);
-    if (lane_ < C::kConsumerWarpgroups * C::kAtoms && t.kv_tiles > 0)
-      tma_prefetch_4d(&a_.q_map, lane_ % C::kAtoms * C::kAtomColumns, t.q_row + lane_ / C::kAtoms * 64, t.head_q, t.q_batch);
+    if (lane_ < C::kConsumerWarpgroups * C::kAtoms && t.kv_tiles > 0) {
+      if constexpr (C::kAtoms == 1) {
+        tma_prefetch_4d(&a_.q_map, lane_ % C::kAtoms * C::kAtomColumns, t.q_row + lane_ / C::kAtoms * 64, t.head_q, t.q_batch);
+      } else if (!a_.k_whole_atoms || lane_ % C::kAtoms == 0) {
+        tma_prefetch_5d(&a_.q_map, lane_ % C::kAtoms * C::kAtomColumns, t.q_row + lane_ / C::kAtoms * 64, 0, t.head_q,
+                        t.q_batch);
+      }
+    }
   }
 
   const ForwardParams &a_;

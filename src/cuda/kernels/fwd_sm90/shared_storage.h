@@ -110,10 +110,6 @@ struct Staging {
 template <>
 struct Staging<0> {};
 
-// Above this head_dim each K tile and V tile is one box of TMA where rows end with a swizzle atom. With a box for each atom the
-// loads are what the kernel waits for.
-constexpr int kMaxHeadDimInAtoms = 256;
-
 // Tiles consist of 128-byte swizzle atoms, [atom][row][128 bytes]. TMA and wgmma want them on multiples of 1024 bytes. Barriers are mbarriers.
 template <int kHeadDim, int kHeadDimV, int kConsumerWarpgroups, int kKeys, int kQStages, int kStages, int kOutAtoms, bool kFp8,
           ScoreSet kScores, bool kSameBits>

@@ -188,8 +188,8 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
       if (slice > 0) mbarrier_wait(empty(stage, half * kSlices + slice), empty_parity);
       if (lane_ / (kRowGroups / kSlices) == slice) {
         const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : kEvictNormal;
-        tma_load_5d(shared_tile(stage) + half * C::kHalfBytes + row_group * C::kRowGroupBytes, &a_.k_map, full(stage),
-                    /*atom=*/0, place.row, head_, place.outer, policy);
+        tma_load_5d(shared_tile(stage) + half * C::kHalfBytes + row_group * C::kRowGroupBytes, &a_.k_map, full(stage), 0,
+                    place.row, /*atom=*/0, head_, place.outer, policy);
       }
       __syncwarp();
     }
