@@ -235,7 +235,7 @@ TEST_P(Decode, QuantisedHeadDimsAndQueries) {
 
 // The same over 8-bit KV with descales of all kinds: per head, and per row with small and with large differences.
 TEST_P(Decode, QuantisedTokenOfAFewHeads) {
-  for (const int64_t head_dim : {64, 128, 208, 256}) {
+  for (const int64_t head_dim : {64, 128, 208, 256, 320, 512}) {
     for (int64_t n = 0; n < 6; ++n) {
       Case c = one_token("decode: one quantised token", head_dim, n);
       if (n == 0) c.head_dim_v = 48;

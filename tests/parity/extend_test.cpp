@@ -2,6 +2,8 @@
 // Many queries over keys most of which are cached already (speculation, chunked prefill over a paged cache): with the heads that share keys
 // several row blocks, and keys that are split. Problems of this size have splits of one or two KV tiles. num_splits = 1 tests longer main
 // loops.
+#include <array>
+
 #include "parity/runner.h"
 
 namespace parity {
@@ -53,6 +55,43 @@ TEST_P(Extend, HeadDimsAndRows) {
       c.q.seqlen = seqlen_q;
       c.page_size = n % 3 == 0 ? 0 : 16;
       check_formats(c);
+    }
+  }
+}
+
+// Wide heads: query heads of a group in one tile, which they fill or not, a prompt and a few tokens; keys split and not, windows, NaN that
+// some tokens see and that none does.
+TEST_P(Extend, WideHeadsInPages) {
+  const bool cuda = backend().name().rfind("cuda", 0) == 0;
+  const std::pair<int64_t, int64_t> dims[] = {{512, 512}, {384, 384}, {320, 320}, {448, 64}, {512, 384}};
+  int64_t n = 0;
+  for (const auto &[head_dim, head_dim_v] : dims) {
+    for (const auto &[seqlen_q, group] : {std::pair{40, 8}, {70, 3}, {2, 8}, {16, 5}, {1, 20}, {7, 1}}) {
+      Case c = base("extend: wide heads in pages");
+      c.dtype = n++ % 2 == 0 ? FA_BFLOAT16 : FA_FLOAT16;
+      if (!cuda && n % 12 != 1) continue;
+      c.heads_k = n % 4 == 3 ? 2 : 1;
+      c.heads_q = c.heads_k * group;
+      c.head_dim = head_dim;
+      c.head_dim_v = head_dim_v;
+      c.q.seqlen = seqlen_q;
+      c.k.seqlen = 904;
+      c.k.used = {904, 333, n % 3 == 0 ? 0 : seqlen_q};
+      if (n % 4 == 1) c.q.used = {seqlen_q, seqlen_q / 2, 0};
+      c.page_size = std::array<int64_t, 7>{16, 64, 48, 256, 32, 0, 16}[static_cast<size_t>(n % 7)];
+      if (n % 3 == 1) c.window_left = 200;
+      if (n % 7 == 2) c.mask = FA_MASK_NONE;
+      c.num_splits = n % 4;
+      c.softcap = n % 6 == 5 ? 5 : 0;
+      c.alibi = n % 6 == 5;
+      c.sink = n % 2;
+      c.nan_keys = 1;
+      c.nan_visible = n % 5 == 3 ? 3 : 0;
+      if (c.nan_visible == 0 && c.softcap == 0) {
+        check_formats(c);
+      } else {
+        EXPECT_TRUE(check(backend(), c));
+      }
     }
   }
 }

@@ -145,6 +145,10 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
           with_max.max_logit = &unreadable;
           const ForwardPlan of_max = forward_plan(with_max, device);
           forward.insert({of_max.family, of_max.shape});
+          MaskedProblem pages = p;
+          set_pages(pages, 64);
+          const ForwardPlan of_pages = forward_plan(pages, device);
+          forward.insert({of_pages.family, of_pages.shape});
           set_fp8(p, Dtype::bf16);
           const ForwardPlan of_fp8 = forward_plan(p, device);
           forward.insert({of_fp8.family, of_fp8.shape});

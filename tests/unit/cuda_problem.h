@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "cuda/host/plan.h"
 
@@ -74,6 +75,19 @@ inline void set_dtype(MaskedProblem &p, Dtype dtype) {
 inline void set_fp8(MaskedProblem &p, Dtype results) {
   set_dtype(p, Dtype::e4m3);
   p.out.dtype = p.bias.dtype = results;
+}
+
+// K and V in as many pages as the keys fill, (pages, page_size, heads, head_dim), or (pages, heads, page_size, head_dim).
+inline void set_pages(MaskedProblem &p, int64_t page_size, bool by_head = false) {
+  p.page_table = reinterpret_cast<const int32_t *>(&unreadable);
+  p.page_size = page_size;
+  p.max_pages = (p.k_lengths.max_len + page_size - 1) / page_size;
+  p.num_pages = p.batch * p.max_pages;
+  for (const auto &[t, columns] : {std::pair{&p.k, p.head_dim}, {&p.v, p.head_dim_v}}) {
+    t->head_stride = by_head ? page_size * columns : columns;
+    t->seq_stride = by_head ? columns : p.heads_k * columns;
+    t->batch_stride = page_size * p.heads_k * columns;
+  }
 }
 
 // (batch, heads_q, seqlen_q, seqlen_k) with rows that start on 16 bytes, or `odd` elements further apart.

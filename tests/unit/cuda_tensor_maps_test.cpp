@@ -121,6 +121,30 @@ TEST_F(CudaTensorMaps, KeysAndValues) {
   EXPECT_EQ(told.swizzle, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
+// Eight rows of all columns of a box come before the next eight; pages and heads are one dimension.
+TEST_F(CudaTensorMaps, Pages) {
+  p_.head_dim = 512;
+  p_.k_lengths.max_len = 64 * 77;
+  p_.batch = 1;
+  set_pages(p_, 64);
+  ASSERT_EQ(describe_pages(driver_, "k", p_, p_.k, p_.head_dim, /*box_columns=*/256, /*box_rows=*/32, map_, error_), FA_OK);
+  EXPECT_EQ(told.sizes, (Numbers{64, 8, 8, 8, 76 * 128 + 2}));
+  EXPECT_EQ(told.strides, (Numbers{2048, 128, 8 * 2048, 1024}));
+  EXPECT_EQ(told.box, (Numbers{64, 8, 4, 4, 1}));
+  EXPECT_EQ(told.swizzle, CU_TENSOR_MAP_SWIZZLE_128B);
+}
+
+TEST_F(CudaTensorMaps, RowsOfSeveralHeads) {
+  p_.q.head_stride = 128;
+  p_.q.seq_stride = 8 * 128;
+  p_.q.batch_stride = 100 * 8 * 128;
+  ASSERT_EQ(describe_head_rows(driver_, "q", p_.q, p_.q_lengths, p_.batch, p_.heads_q, p_.head_dim, 4, 16, map_, error_),
+            FA_OK);
+  EXPECT_EQ(told.sizes, (Numbers{128, 8, 100, 2}));
+  EXPECT_EQ(told.strides, (Numbers{256, 2048, 204800}));
+  EXPECT_EQ(told.box, (Numbers{64, 4, 16, 1}));
+}
+
 TEST_F(CudaTensorMaps, Workspace) {
   ASSERT_EQ(describe_transposed_v(driver_, &unreadable, 3, 4, 96, 1024, 128, 128, map_, error_), FA_OK);
   EXPECT_EQ(told.type, CU_TENSOR_MAP_DATA_TYPE_UINT8);

@@ -135,10 +135,12 @@ __device__ __forceinline__ void add_row_nan_safe(Accumulator<kMt, kNt> &acc, con
     for (int i = 0; i < kMt; ++i) add_pair_nan_safe<Element>(acc[i][j], bits[i], pair);
   }
 }
-// The same for a wgmma accumulator of kColumns columns and a tile of swizzle atoms, kTileRows rows each.
-template <typename Element, int kTileRows, int kColumns>
+// The same for a wgmma accumulator of kColumns columns and a tile of swizzle atoms, kTileRows rows each. kGroupBytes: from eight rows to the
+// next eight.
+template <typename Element, int kTileRows, int kColumns, int kGroupBytes = 1024>
 __device__ __forceinline__ void add_row_nan_safe(float (&acc)[kColumns / 2], const uint32_t (&bits)[2], uint32_t tile, int row,
                                                  int lane = static_cast<int>(threadIdx.x & 31)) {
+  if constexpr (kGroupBytes != 1024) tile += row / 8 * (kGroupBytes - 1024);
 #pragma unroll
   for (int j = 0; j < kColumns / 8; ++j) {
     const uint32_t pair =
@@ -186,15 +188,16 @@ __device__ __forceinline__ void p_of_key(uint32_t tile, int row, int k, uint32_t
 }
 
 // The same for wgmma with A in shared memory: acc (64 x kColumns of a warpgroup, `row` the first of this warp) += A B over k < kK. Tiles of
-// one swizzle atom in A, and kTileRows rows an atom in B.
-template <typename Element, Major kA, int kTileRows, int kColumns, int kK>
+// one swizzle atom in A, and kTileRows rows an atom in B, with kBGroupBytes from eight rows to the next eight. The columns of A begin with
+// `first`.
+template <typename Element, Major kA, int kTileRows, int kColumns, int kK, int kBGroupBytes = 1024>
 __device__ __forceinline__ void wgmma_ss_nan_safe(float (&acc)[kColumns / 2], uint32_t a_tile, int row, uint32_t b_tile,
-                                                  int lane = static_cast<int>(threadIdx.x & 31)) {
+                                                  int lane = static_cast<int>(threadIdx.x & 31), int first = 0) {
 #pragma unroll 1
   for (int k = 0; k < kK; ++k) {
     uint32_t bits[2];
-    p_of_key<kA>(a_tile, row, k, bits, lane);
-    add_row_nan_safe<Element, kTileRows, kColumns>(acc, bits, b_tile, k, lane);
+    p_of_key<kA>(a_tile, row, first + k, bits, lane);
+    add_row_nan_safe<Element, kTileRows, kColumns, kBGroupBytes>(acc, bits, b_tile, k, lane);
   }
 }
 

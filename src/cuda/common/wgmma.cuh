@@ -10,22 +10,25 @@
 namespace fa::cuda {
 
 // Shared-memory matrix descriptor of a K-major tile with the 128-byte swizzle: its rows are the M (or N) dimension, and K is contiguous. A
-// K step of 16 (of 8 bits, 32) advances 32 bytes within a swizzle atom.
+// K step of 16 (of 8 bits, 32) advances 32 bytes within a swizzle atom. kGroupBytes: from eight rows to the next eight.
+template <int kGroupBytes = 1024>
 __device__ __forceinline__ uint64_t descriptor_k_major_uniform(uint32_t address) {  // `address` is warp-uniform
-  return uint64_t{(address & 0x3FFFF) >> 4} | uint64_t{1} << 16 | uint64_t{1024 >> 4} << 32 | uint64_t{1} << 62;
+  return uint64_t{(address & 0x3FFFF) >> 4} | uint64_t{1} << 16 | uint64_t{kGroupBytes >> 4} << 32 | uint64_t{1} << 62;
 }
+template <int kGroupBytes = 1024>
 __device__ __forceinline__ uint64_t descriptor_k_major(uint32_t address) {
-  return descriptor_k_major_uniform(uniform(address));
+  return descriptor_k_major_uniform<kGroupBytes>(uniform(address));
 }
-// Descriptor of an MN-major tile of kTileRows rows: its rows are the K dimension. A K step of 16 rows advances 2048 bytes.
-template <int kTileRows>
+// Descriptor of an MN-major tile whose swizzle atoms have kTileRows rows: rows are the K dimension. A K step of 16 rows advances
+// 2 kGroupBytes.
+template <int kTileRows, int kGroupBytes = 1024>
 __device__ __forceinline__ uint64_t descriptor_mn_major_uniform(uint32_t address) {
-  return uint64_t{(address & 0x3FFFF) >> 4} | uint64_t{kTileRows * 128 >> 4} << 16 | uint64_t{1024 >> 4} << 32 |
+  return uint64_t{(address & 0x3FFFF) >> 4} | uint64_t{kTileRows * 128 >> 4} << 16 | uint64_t{kGroupBytes >> 4} << 32 |
          uint64_t{1} << 62;
 }
-template <int kTileRows>
+template <int kTileRows, int kGroupBytes = 1024>
 __device__ __forceinline__ uint64_t descriptor_mn_major(uint32_t address) {
-  return descriptor_mn_major_uniform<kTileRows>(uniform(address));
+  return descriptor_mn_major_uniform<kTileRows, kGroupBytes>(uniform(address));
 }
 // Only the low word changes: shared memory is too small for a carry.
 __device__ __forceinline__ uint64_t advance_descriptor(uint64_t operand, int bytes) {

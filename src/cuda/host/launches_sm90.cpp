@@ -1,12 +1,16 @@
 // SPDX-License-Identifier: Apache-2.0
 #include <algorithm>
+#include <bit>
 #include <cmath>
+#include <numeric>
 
 #include "cuda/host/launches.h"
+#include "cuda/host/planners.h"
 #include "cuda/host/tensor_maps.h"
 #include "cuda/kernels/bwd_sm90/backward.h"
 #include "cuda/kernels/fwd_sm90/forward.h"
 #include "cuda/kernels/fwd_sm90/transposed_v.h"
+#include "cuda/kernels/fwd_sm90_wide/widened_kv.h"
 #include "cuda/kernels/jvp_sm90/jvp.h"
 
 namespace fa::cuda::sm90 {
@@ -30,6 +34,43 @@ fa_status add_transposed_v(const ForwardProblem &p, const ForwardPlan &plan, con
                &params);
   return describe_transposed_v(memory.driver, memory.workspace, packed ? 1 : p.batch, p.heads_k, p.head_dim_v, params.pitch,
                                shape.kv_tile, shape.head_dim_v, map, error);
+}
+
+// K and V in pages: boxes as long as pages and a KV tile allow.
+void set_pages(const ForwardProblem &p, const ForwardPlan &plan, const ForwardShape &shape, const LaunchMemory &memory,
+               PagedParams &pages) {
+  constexpr int64_t kTileRows = 64;
+  const auto boxes = [&](const Operand &t, int64_t keys) {
+    const PageDimension d = page_dimension(p, t);
+    return PageBoxes{static_cast<int32_t>(d.page_step), static_cast<int32_t>(d.head_step),
+                     std::countr_zero(static_cast<uint64_t>(p.page_table != nullptr ? std::gcd(p.page_size, keys) : keys))};
+  };
+  char *workspace = static_cast<char *>(memory.workspace);
+  pages.page_size = Divisor(p.page_size);
+  pages.tile_heads = Divisor(plan.rows_per_token);
+  pages.num_splits = Divisor(plan.num_splits);
+  pages.tile_tokens = static_cast<int32_t>(kTileRows / plan.rows_per_token);
+  pages.k = boxes(p.k, shape.kv_tile);
+  pages.v = boxes(p.v, shape.v_part_keys);
+  if (plan.num_splits == 1) return;
+  pages.split_out = reinterpret_cast<float *>(workspace);
+  pages.split_lse = reinterpret_cast<float *>(workspace + plan.split_lse_offset);
+}
+
+// The problem of kernels for pages. Launches the kernel that widens 8-bit K and V in the workspace.
+ForwardProblem add_pages(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches) {
+  if (plan.widened_keys == 0) return in_pages(p, 0, nullptr);
+  const ForwardProblem pages = in_pages(p, plan.widened_keys, static_cast<char *>(memory.workspace) + plan.widened_offset);
+  auto &params = launches.make_params<WidenParams>();
+  params.problem = p;
+  params.limits = Diagonal<int32_t>::Limits(p.band);
+  params.page_size = Divisor(std::max<int64_t>(p.page_size, 1));
+  params.k = pages.k;
+  params.v = pages.v;
+  params.k_descale = p.k_descale;
+  params.key_blocks = static_cast<int32_t>(plan.widened_keys / kWidenedKeys);
+  launches.add("widening kernel", widen_launch(params), &params);
+  return pages;
 }
 
 // The launches of one pass. `only_if`: of BackwardRows.
@@ -115,17 +156,26 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
   return FA_OK;
 }
 
-}  // namespace
-
-fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
-                       ErrorText &error) {
+// The main launches of a forward. `p`: of kernels for pages add_pages().
+fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
+                      ErrorText &error) {
   const ForwardShape &shape = kForwardShapes[plan.shape];
   auto &scored = launches.make_params<ScoreTextParams<ForwardParams>>();
   ForwardParams &params = scored.params;
   params.problem = p;
-  FA_RETURN_IF_ERROR(describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, shape.q_box_atoms(),
-                                   64, params.q_map, error));
+  if (shape.paged()) {
+    set_pages(p, plan, shape, memory, params.pages);
+    FA_RETURN_IF_ERROR(describe_head_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim,
+                                          plan.rows_per_token, params.pages.tile_tokens, params.q_map, error));
+  } else {
+    FA_RETURN_IF_ERROR(describe_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim, shape.q_box_atoms(),
+                                     64, params.q_map, error));
+  }
   const auto describe = [&](const char *name, const Operand &tensor, int64_t columns, int32_t box_atoms, CUtensorMap &map) {
+    if (shape.paged()) {
+      const PageBoxes &boxes = &tensor == &p.k ? params.pages.k : params.pages.v;
+      return describe_pages(memory.driver, name, p, tensor, columns, box_atoms * 64, 1 << boxes.box_log2, map, error);
+    }
     return describe_rows(memory.driver, name, tensor, p.k_lengths, p.batch, p.heads_k, columns, box_atoms, shape.kv_tile, map,
                          error);
   };
@@ -133,16 +183,16 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   if (shape.fp8) {
     FA_RETURN_IF_ERROR(add_transposed_v(p, plan, shape, memory, params.v_map, launches, error));
     params.q_descale = p.q_descale;
-    params.k_descale = p.k_descale;
-    params.v_descale = p.v_descale;
   } else {
     FA_RETURN_IF_ERROR(describe("v", p.v, p.head_dim_v, shape.v_box_atoms, params.v_map));
   }
+  params.k_descale = p.k_descale;
+  params.v_descale = p.v_descale;
   params.k_whole_atoms = has_whole_atoms(p.k.dtype, p.head_dim);
   params.v_whole_atoms = has_whole_atoms(p.v.dtype, p.head_dim_v);
   params.limits = Diagonal<int32_t>::Limits(p.band);
   params.raw = raw_unit(p);
-  params.order = TileOrder(plan.row_blocks, p.heads_q, p.batch, plan.heads_per_l2_group, plan.last_batch,
+  params.order = TileOrder(plan.row_blocks, p.heads_q / plan.rows_per_token, p.batch, plan.heads_per_l2_group, plan.last_batch,
                            !params.limits.unlimited_right());
   params.group = Divisor(p.group);
   if (p.bias.data != nullptr) FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
@@ -165,7 +215,16 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   use_score_text(memory.score_text, scored, launch);
   if (launch.at_run_time) launch.shared_bytes = shape.score_text_storage_bytes;
   launches.add("forward kernel", launch, &params);
+  if (shape.paged()) add_merge(p, plan.num_splits, params.pages.split_out, params.pages.split_lse, launches);
   return FA_OK;
+}
+
+}  // namespace
+
+fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
+                       ErrorText &error) {
+  if (!kForwardShapes[plan.shape].paged()) return add_forward(p, plan, memory, launches, error);
+  return add_forward(add_pages(p, plan, memory, launches), plan, memory, launches, error);
 }
 
 fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory, Launches &launches,

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plans of Hopper's forward kernels: persistent CTAs over tiles of queries of one head.
 #include <algorithm>
+#include <numeric>
 
 #include "cuda/host/planners.h"
 #include "cuda/kernels/fwd_sm90/forward_table.h"
@@ -19,14 +20,16 @@ namespace {
 void set_l2_groups(const ForwardProblem &p, const Device &device, const sm90::ForwardShape &shape, ForwardPlan &plan) {
   constexpr int64_t kTilesPerCta = 2, kFewRowBlocks = 4;
   const bool causal = is_causal(p), packed = p.q_lengths.cu != nullptr;
+  const int64_t heads = p.heads_q / plan.rows_per_token;  // those of a work tile count as one
   plan.heads_per_l2_group =
-      l2_group_of(p, device, p.heads_q, kv_head_bytes(p) / p.group, causal ? device.multiprocessors / 8 : 1, /*l2_divisor=*/4);
+      l2_group_of(p, device, heads, kv_head_bytes(p) * plan.rows_per_token / p.group,
+                  causal ? ceil_div(device.multiprocessors / 8, plan.rows_per_token) : 1, /*l2_divisor=*/4);
   bool one_head = false;  // is a group
-  if (packed) plan.heads_per_l2_group = static_cast<int32_t>(ceil_div(p.heads_q, ceil_div(p.heads_q, plan.heads_per_l2_group)));
+  if (packed) plan.heads_per_l2_group = static_cast<int32_t>(ceil_div(heads, ceil_div(heads, plan.heads_per_l2_group)));
   if (causal && !packed) {
-    const int64_t wanted = ceil_div(kTilesPerCta * plan.blocks, std::max<int64_t>(plan.row_blocks * p.heads_q, 1)),
+    const int64_t wanted = ceil_div(kTilesPerCta * plan.blocks, std::max<int64_t>(plan.row_blocks * heads, 1)),
                   fit = device.l2_bytes / 2 / std::max<int64_t>(kv_head_bytes(p) * p.heads_k, 1), batch = std::min(wanted, fit);
-    if (batch * p.heads_q > plan.heads_per_l2_group && batch < p.batch) plan.last_batch = static_cast<int32_t>(batch);
+    if (batch * heads > plan.heads_per_l2_group && batch < p.batch) plan.last_batch = static_cast<int32_t>(batch);
     one_head = plan.last_batch > 0 && shape.groups > 1;
   } else if (!causal) {
     // Tiles that queries do not fill are the ones to end with.
@@ -42,34 +45,135 @@ bool has_few_tiles(const ForwardProblem &p, const Device &device, const sm90::Fo
   return tiles * (causal ? 1 : 2) <= device.multiprocessors;
 }
 
+constexpr int64_t kNarrowHead = 256;
+
+// Kernels for K and V in pages are for wider heads, and want pages that TMA can read: in boxes of at least 16 rows, or groups of eight of a
+// contiguous sequence. `p`: in_pages().
+bool takes_pages(const ForwardProblem &p) {
+  constexpr int64_t kAtomColumns = 64, kMaxRowStride = int64_t{1} << 35;
+  const auto readable = [&](const Operand &t, int64_t columns) {
+    return is_tma_compatible(t, p.k_lengths, columns) && columns % kAtomColumns == 0 && t.seq_stride < kMaxRowStride &&
+           page_dimension(p, t).count <= INT32_MAX;
+  };
+  return p.k_lengths.cu == nullptr && p.page_size % (p.page_table != nullptr ? 16 : 8) == 0 && p.page_size <= INT32_MAX &&
+         p.num_pages <= INT32_MAX && readable(p.k, p.head_dim) && readable(p.v, p.head_dim_v);
+}
+
+// Keys of a sequence in the copy of 8-bit K and V: whole KV tiles. -1: the copy would be too large.
+int64_t widened_keys_of(const Problem &p) {
+  constexpr int64_t kTile = 64, kMostBytes = int64_t{1} << 30;
+  const int64_t keys = ceil_div(p.k_lengths.max_len, kTile) * kTile;
+  return keys <= kMostBytes / 2 / (p.head_dim + p.head_dim_v) / std::max<int64_t>(p.heads_k * p.batch, 1) ? keys : -1;
+}
+
+// Query heads that are rows of one work tile of 64 rows: as many of a group as divide it.
+int64_t tile_heads_of(const Problem &p) {
+  constexpr int64_t kRows = 64;
+  int64_t heads = std::min(p.group, kRows);
+  while (p.group % heads != 0) --heads;
+  return heads;
+}
+
+// Row blocks of clusters whose tiles have the heads of a group as rows.
+int64_t packed_row_blocks(const Problem &p, int64_t tile_heads) { return ceil_div(p.q_lengths.max_len, 2 * (64 / tile_heads)); }
+
+// Whether contiguous keys are better read as a page of their sequence: by a few queries, or tiles for less than half of the device, which may then
+// split the keys; or if tiles with the heads of a group as rows are fewer by half (up to head_dim 320, whose own kernel is faster, by two
+// thirds).
+bool prefers_packed_rows(const Problem &p, const Device &device) {
+  constexpr int64_t kFewQueries = 16, kOwnKernel = 320, kRows = 128;
+  const int64_t tiles = ceil_div(p.q_lengths.max_len, kRows) * p.heads_q * p.batch;
+  if (p.q_lengths.max_len <= kFewQueries || tiles * 2 < device.multiprocessors) return true;
+  const int64_t tile_heads = tile_heads_of(p), fewer = std::max(p.head_dim, p.head_dim_v) <= kOwnKernel ? 3 : 2;
+  return packed_row_blocks(p, tile_heads) * fewer <= ceil_div(p.q_lengths.max_len, kRows) * tile_heads;
+}
+
+// Splits of the keys, where with them the device's clusters are done sooner: in so many waves, each as long as the KV tiles of a split and
+// what its partial result costs. A launch more has to gain a tenth. As for the kernels of any device, lengths are not known.
+int32_t splits_of(const Problem &p, const Device &device, const sm90::ForwardShape &shape, int64_t tiles) {
+  constexpr int64_t kMinKvTiles = 4, kMaxSplits = 64, kMaxWaves = 8, kPartialTiles = 6;
+  const int64_t kv_tiles = std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.kv_tile), 1),
+                fit = std::min<int64_t>(kMaxSplits, INT32_MAX / shape.cluster() / tiles);
+  if (p.num_splits > 0) return static_cast<int32_t>(std::min<int64_t>({p.num_splits, kv_tiles, fit}));
+  const int64_t room = std::max(device.multiprocessors / shape.cluster(), 1),
+                most = std::min(fit, ceil_div(kv_tiles, kMinKvTiles));
+  int64_t best = 1, time = ceil_div(tiles, room) * (kv_tiles + 1) * 9 / 10;
+  for (int64_t waves = 1; waves <= kMaxWaves; ++waves) {
+    const int64_t splits = std::min(waves * room / tiles, most);
+    if (splits < 2) continue;
+    const int64_t with_splits = ceil_div(tiles * splits, room) * (ceil_div(kv_tiles, splits) + kPartialTiles);
+    if (with_splits < time) time = with_splits, best = splits;
+  }
+  return static_cast<int32_t>(best);
+}
+
 }  // namespace
 
-bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
-  const bool causal = is_causal(p);
-  const KernelRow *chosen = nullptr;
-  for (const KernelRow &kernel : candidates(Family::sm90, Pass::forward, needs)) {
-    const sm90::ForwardShape &shape = sm90::kForwardShapes[kernel.shape];
-    if (shape.same_bits != ((needs.features & kSameBits) != 0)) continue;
-    const bool triangle = causal && p.k_lengths.max_len <= shape.max_causal;
-    if (p.q_lengths.max_len > (triangle ? shape.max_causal : shape.max_queries) || !can_run(kernel, needs, device)) continue;
-    if ((p.block_mask.data != nullptr && shape.is_too_coarse(p.block_mask.size_k)) ||
-        (p.block_lists.given && shape.is_too_coarse(p.block_lists.size_k))) {
-      continue;
+PageDimension page_dimension(const Problem &p, const Operand &t) {
+  const int64_t page = p.num_pages > 1 ? t.batch_stride : 0, head = p.heads_k > 1 ? t.head_stride : 0,
+                stride = std::max<int64_t>(std::gcd(page, head), 1);
+  if (page == 0 && head == 0) return {t.seq_stride, 0, 0, 1};
+  return {stride, page / stride, head / stride, (p.num_pages - 1) * (page / stride) + (p.heads_k - 1) * (head / stride) + 1};
+}
+
+ForwardProblem in_pages(const ForwardProblem &p, int64_t widened_keys, void *widened) {
+  ForwardProblem pages = p;
+  if (is_quantised(p.k.dtype)) {
+    auto *copy = static_cast<char *>(widened);
+    for (const auto &[t, columns] : {std::pair{&pages.k, p.head_dim}, {&pages.v, p.head_dim_v}}) {
+      *t = {copy, p.q.dtype, p.heads_k * widened_keys * columns, columns, widened_keys * columns};
+      copy += align_up(static_cast<size_t>(p.batch * t->batch_stride * dtype_bytes(t->dtype)));
     }
-    if (chosen != nullptr && !shape.wide()) continue;
-    chosen = &kernel;
-    if (shape.head_dim <= 256 || shape.wide() || !has_few_tiles(p, device, shape, causal)) break;
+    pages.page_table = nullptr;
+    pages.page_size = widened_keys;
+    pages.num_pages = p.batch;
+  } else if (p.page_table == nullptr) {
+    pages.page_size = p.k_lengths.max_len;
+    pages.num_pages = p.batch;
+  }
+  return pages;
+}
+
+bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
+  const bool causal = is_causal(p), widens = needs.operands == k8BitKv, paged = (needs.features & kPagedKv) != 0 || widens;
+  const int64_t widened_keys = widens ? widened_keys_of(p) : 0;
+  const bool wide = std::max(p.head_dim, p.head_dim_v) > kNarrowHead,
+             asks = needs.operands == k16Bit ? paged || prefers_packed_rows(p, device) : widens;
+  bool pages = wide && asks && widened_keys >= 0 && takes_pages(in_pages(p, widened_keys, nullptr));
+  if (paged && !pages) return false;
+  const KernelRow *chosen = nullptr;
+  const auto find = [&] {
+    for (const KernelRow &kernel : candidates(Family::sm90, Pass::forward, needs)) {
+      const sm90::ForwardShape &shape = sm90::kForwardShapes[kernel.shape];
+      if (shape.same_bits != ((needs.features & kSameBits) != 0) || shape.paged() != pages) continue;
+      const bool triangle = causal && p.k_lengths.max_len <= shape.max_causal;
+      if (p.q_lengths.max_len > (triangle ? shape.max_causal : shape.max_queries) || !can_run(kernel, needs, device)) continue;
+      if ((p.block_mask.data != nullptr && shape.is_too_coarse(p.block_mask.size_k)) ||
+          (p.block_lists.given && shape.is_too_coarse(p.block_lists.size_k))) {
+        continue;
+      }
+      if (chosen != nullptr && !shape.wide()) continue;
+      chosen = &kernel;
+      if (shape.head_dim <= 256 || shape.wide() || !has_few_tiles(p, device, shape, causal)) break;
+    }
+  };
+  find();
+  if (chosen == nullptr && pages && !paged) {
+    pages = false;
+    find();
   }
   if (chosen == nullptr) return false;
   const sm90::ForwardShape &shape = sm90::kForwardShapes[chosen->shape];
-  const int64_t row_blocks = ceil_div(p.q_lengths.max_len, shape.rows());
+  const int64_t tile_heads = shape.paged() ? tile_heads_of(p) : 1,
+                row_blocks = shape.paged() ? packed_row_blocks(p, tile_heads) : ceil_div(p.q_lengths.max_len, shape.rows());
   if (p.heads_q * p.batch > INT32_MAX / 2 / row_blocks) return false;
   const int64_t transposed_v_keys = shape.fp8 ? sm90::transposed_v_keys(p.k_lengths, p.batch) : 0;
   if (transposed_v_keys > INT32_MAX) return false;
   plan.family = Family::sm90;
   plan.shape = chosen->shape;
   plan.row_blocks = static_cast<int32_t>(row_blocks);
-  plan.tiles = static_cast<int32_t>(row_blocks * p.heads_q * p.batch);
+  plan.rows_per_token = static_cast<int32_t>(tile_heads);
+  plan.tiles = static_cast<int32_t>(row_blocks * (p.heads_q / tile_heads) * p.batch);
   plan.blocks =
       shape.persistent() ? std::min(plan.tiles, device.multiprocessors * shape.blocks_at_once()) : plan.tiles * shape.cluster();
   plan.counters = plan.tiles > plan.blocks ? 2 : 0;
@@ -79,20 +183,41 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
   plan.workspace_bytes = static_cast<size_t>((p.k_lengths.cu != nullptr ? 1 : p.batch) * p.heads_k * p.head_dim_v) *
                          static_cast<size_t>(transposed_v_keys);
   plan.tma_kv = true;
+  if (shape.paged()) {
+    plan.num_splits = splits_of(p, device, shape, plan.tiles);
+    plan.blocks *= plan.num_splits;
+    if (plan.num_splits > 1) {
+      const size_t rows = static_cast<size_t>(plan.num_splits) * p.batch * p.heads_q * p.q_lengths.max_len;
+      plan.split_lse_offset = align_up(rows * p.head_dim_v * sizeof(float));
+      plan.workspace_bytes = plan.split_lse_offset + align_up(rows * sizeof(float));
+    }
+    if (widens) {
+      plan.widened_keys = widened_keys;
+      plan.widened_offset = align_up(plan.workspace_bytes);
+      const int64_t rows = p.batch * p.heads_k * widened_keys;
+      plan.workspace_bytes = plan.widened_offset;
+      for (const int64_t columns : {p.head_dim, p.head_dim_v})
+        plan.workspace_bytes += align_up(static_cast<size_t>(rows * columns * dtype_bytes(p.q.dtype)));
+    }
+  }
   plan.tma_out = shape.out_atoms > 0 && is_tma_compatible(p.out, p.q_lengths, p.head_dim_v);
-  plan.reason = shape.same_bits
-                    ? "Hopper kernel (wgmma, TMA) for FA_FLAG_SAME_BITS and plain scores: segments of 1024 keys are "
-                      "folded in the order of their keys"
-                    : hopper_reason(shape.scores);
+  plan.reason =
+      shape.same_bits ? "Hopper kernel (wgmma, TMA) for FA_FLAG_SAME_BITS and plain scores: segments of 1024 keys are "
+                        "folded in the order of their keys"
+      : widens        ? "Hopper kernel (wgmma, TMA) for pages of wide heads; a kernel before it widens 8-bit K and V to 16 bits"
+      : shape.paged()
+          ? "Hopper kernel (wgmma, TMA) for pages or few queries of wide heads: the query heads of a group share each KV tile"
+          : hopper_reason(shape.scores);
   return true;
 }
 
 // Hopper's kernel works on whole tiles of queries of one head, each with all of its keys. Others do better with a few queries, which wait for
 // memory alone and fill no tile; where their splits put more than half of the device to work; or where they put the heads of a group into one
 // tile, if that takes half as many tiles (of 128 rows or more).
-bool beats_sm90(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &sm90) {
+bool beats_sm90(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &hopper) {
   constexpr int64_t kFewQueries = 16;
-  const int64_t row_blocks = ceil_div(p.q_lengths.max_len, std::max(kernel_of(sm90).rows, 128));
+  if (sm90::kForwardShapes[hopper.shape].paged()) return false;
+  const int64_t row_blocks = ceil_div(p.q_lengths.max_len, std::max(kernel_of(hopper).rows, 128));
   if (other.family == Family::simt) return p.q_lengths.max_len <= kFewQueries;  // of a score text
   return p.q_lengths.max_len <= kFewQueries ||
          (other.num_splits > 1 && row_blocks * p.heads_q * p.batch * 2 < device.multiprocessors) ||

@@ -22,8 +22,17 @@ bool plan_sm90_fp32(const ForwardProblem &problem, const Needs &needs, const Dev
 fa_status plan_any_device(const ForwardProblem &problem, const Needs &needs, const Device &device, ForwardPlan &plan,
                           ErrorText &error);
 
-// Whether the kernel of `other` serves a problem better than Hopper's kernel of `sm90`.
-bool beats_sm90(const Problem &problem, const Device &device, const ForwardPlan &other, const ForwardPlan &sm90);
+// Pages and heads of K or V as one dimension of `count` steps of `stride` elements: page n of head h is at n page_step + h head_step.
+struct PageDimension {
+  int64_t stride, page_step, head_step, count;
+};
+PageDimension page_dimension(const Problem &problem, const Operand &tensor);
+// The problem as Hopper's kernels for pages see it. Contiguous keys of a sequence are one page; so are those of the copy of 8-bit K and V, of
+// `widened_keys` each.
+ForwardProblem in_pages(const ForwardProblem &problem, int64_t widened_keys, void *widened);
+
+// Whether the kernel of `other` serves a problem better than that of `hopper`, of family sm90.
+bool beats_sm90(const Problem &problem, const Device &device, const ForwardPlan &other, const ForwardPlan &hopper);
 
 // The same for the kernels of fp32 operands.
 bool beats_sm90_fp32(const Problem &problem, const Device &device, const ForwardPlan &other, const ForwardPlan &sm90_fp32);

@@ -315,7 +315,7 @@ fa_status plan_jvp(const JvpProblem &j, const Device &device, JvpPlan &plan, Err
 }
 
 std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
-  const bool split = plan.num_splits > 1 && plan.family != Family::sm90;
+  const bool split = plan.num_splits > 1;
   return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (plan.scored ? "_score" : "") +
          (plan.key_lists && !plan.finds_listed_keys ? "_listed" : "") + (split ? "_split" : "");
 }

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cuda/common/swizzle_atom.h"
+#include "cuda/host/planners.h"
 
 namespace fa::cuda {
 namespace {
@@ -102,6 +103,36 @@ fa_status describe_kv(const Driver &driver, const char *name, const Problem &p, 
     d.box[2] = 1;
     d.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
   }
+  return encode(driver, name, t.data, d, map, error);
+}
+
+fa_status describe_head_rows(const Driver &driver, const char *name, const Operand &t, const Lengths &lengths, int64_t batch,
+                             int64_t heads, int64_t head_dim, int32_t box_heads, int32_t box_rows, CUtensorMap &map,
+                             ErrorText &error) {
+  const bool packed = lengths.cu != nullptr;
+  const int64_t bytes = dtype_bytes(t.dtype);
+  const Description d{.type = map_type(t.dtype),
+                      .element_bytes = bytes,
+                      .rank = 4,
+                      .sizes = {head_dim, heads, packed ? lengths.total : lengths.max_len, packed ? 1 : batch},
+                      .strides = {t.head_stride, t.seq_stride, t.batch_stride},
+                      .box = {static_cast<int32_t>(kAtomBytes / bytes), box_heads, box_rows, 1}};
+  return encode(driver, name, t.data, d, map, error);
+}
+
+fa_status describe_pages(const Driver &driver, const char *name, const Problem &p, const Operand &t, int64_t head_dim,
+                         int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error) {
+  constexpr int64_t kGroupRows = 8;
+  const int64_t bytes = dtype_bytes(t.dtype), atom = kAtomBytes / bytes;
+  const PageDimension pages = page_dimension(p, t);
+  const Description d{.type = map_type(t.dtype),
+                      .element_bytes = bytes,
+                      .rank = 5,
+                      .sizes = {atom, kGroupRows, head_dim / atom, p.page_size / kGroupRows, pages.count},
+                      .strides = {t.seq_stride, atom, kGroupRows * t.seq_stride, pages.stride},
+                      .box = {static_cast<int32_t>(atom), static_cast<int32_t>(kGroupRows),
+                              static_cast<int32_t>(box_columns / atom), static_cast<int32_t>(box_rows / kGroupRows), 1},
+                      .promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
   return encode(driver, name, t.data, d, map, error);
 }
 

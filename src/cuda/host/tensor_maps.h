@@ -26,6 +26,17 @@ fa_status describe_rows(const Driver &driver, const char *name, const Operand &t
 fa_status describe_kv(const Driver &driver, const char *name, const Problem &problem, const Operand &tensor, int64_t head_dim,
                       int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error);
 
+// Query rows of several heads, (batch, seqlen, heads, head_dim) in boxes of `box_rows` rows of `box_heads` heads and one swizzle atom.
+fa_status describe_head_rows(const Driver &driver, const char *name, const Operand &tensor, const Lengths &lengths,
+                             int64_t batch, int64_t heads, int64_t head_dim, int32_t box_heads, int32_t box_rows,
+                             CUtensorMap &map, ErrorText &error);
+
+// K or V in pages as (pages and heads, groups of eight rows, swizzle atoms of 64 columns, 8, 64), in boxes of `box_rows` rows of one page and
+// head and `box_columns` columns: in shared memory eight rows of all columns come before the next eight. One dimension counts pages and heads
+// in steps that page_dimension() tells. Rows end with a swizzle atom.
+fa_status describe_pages(const Driver &driver, const char *name, const Problem &problem, const Operand &tensor,
+                         int64_t head_dim, int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error);
+
 // The bias, (batch, heads_q, queries, keys), in boxes of 64 queries by 64 keys of one head. is_tile_bias() holds.
 fa_status describe_bias(const Driver &driver, const Problem &problem, CUtensorMap &map, ErrorText &error);
 

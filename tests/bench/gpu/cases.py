@@ -146,10 +146,13 @@ def dims(quick: bool) -> List[Case]:
 def wide(quick: bool) -> List[Case]:
     """head_dim above 256."""
     rows = [(320, True, 4096), (384, True, 4096), (512, True, 4096)] + ([] if quick else [(512, False, 8192)])
-    return [
+    square_rows = [
         Case("wide", direction, d, causal, n, n, 8192 // n, 8, 8)
         for direction in ("forward", "backward") for d, causal, n in rows
     ]
+    # Prompts over a cache in pages, and parts of prompts, as served models have them.
+    shapes = [(512, 4096, 4096, 64)] if quick else [(d, *queries, page) for d in (384, 512) for queries in ((4096, 4096), (512, 16384)) for page in (16, 64)]
+    return square_rows + [Case("wide", "forward", d, True, q, k, 4, 16, 2, page=page) for d, q, k, page in shapes]
 
 
 def deterministic(quick: bool) -> List[Case]:
@@ -226,6 +229,8 @@ def decode(quick: bool) -> List[Case]:
     rows += [paged(b, n, tokens=tokens) for b, n in ((1, 131072), (32, 8192)) for tokens in (2, 4, 8, 16)]
     rows += [paged(128, 8192, head_dim=256, heads=32, heads_k=2), paged(64, 8192, head_dim=64, heads=32)]
     rows += [paged(b, 8192, page, head_dim=512, heads=16, heads_k=2) for b, page in ((32, 16), (32, 0), (1, 16))]
+    rows += [paged(b, 8192, page, tokens=4, head_dim=512, heads=16, heads_k=2) for b, page in ((32, 16), (32, 64), (32, 0), (1, 16))]
+    rows += [paged(32, 8192, tokens=tokens, head_dim=512, heads=16, heads_k=2, option="e4m3") for tokens in (1, 4)]
     rows += [latent(64, 64, page=page) for page in (0, 1, 16)] + [latent(64, 16, tokens=2), latent(64, 64, tokens=2)]
     rows += [latent(1, heads, n) for heads in (16, 128) for n in (8192, 131072)] + [latent(64, 64, option=INVARIANT)]
     rows += [paged(b, n, option=INVARIANT) for b, n in ((1, 131072), (32, 8192))]

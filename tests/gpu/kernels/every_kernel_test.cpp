@@ -194,6 +194,33 @@ std::vector<Case> cases() {
           if (!longer.k.slots.empty()) longer.k.slots.back() = longer.k.used.back() = 1100;
           all.push_back(longer);
         }
+        // Pages of wide heads: tiles of 21 queries of 3 heads each, whose last row is not used, with split keys and without.
+        if (head_dim >= 384 && head_dim <= 512 && dtype != FA_FLOAT32 && (scores == kPlain || scores == kSmooth)) {
+          Case pages = c;
+          pages.batch = 3;
+          pages.q = {};
+          pages.k = {};
+          pages.heads_k = 2;
+          pages.heads_q = 6;
+          pages.q.seqlen = 100;
+          pages.q.used = {100, 9, 60};
+          pages.k.seqlen = 700;
+          pages.k.used = {700, 300, 20};
+          pages.page_size = dtype == FA_FLOAT16 ? 64 : 16;
+          if (scores == kPlain) pages.window_left = 350;
+          pages.num_splits = scores == kPlain ? 0 : 1;
+          pages.own_workspace = 1;
+          pages.nan_keys = 1;
+          pages.nan_visible = dtype == FA_BFLOAT16 && scores == kPlain ? 3 : 0;
+          pages.backward = 0;
+          all.push_back(pages);
+          if (scores == kPlain) {  // bytes, which are widened first
+            pages.key_dtype = dtype == FA_FLOAT16 ? FA_FLOAT8_E4M3 : FA_INT8;
+            pages.descale = 1;
+            pages.nan_visible = 0;
+            all.push_back(pages);
+          }
+        }
         if (dtype == FA_FLOAT16 && scores == kPlain) {
           c.page_size = 16;
           c.backward = 0;

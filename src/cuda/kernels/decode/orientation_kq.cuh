@@ -48,10 +48,9 @@ class OrientationKq {
       for (int e = 0; e < 2; ++e)
         row_scale_[e] = ld_shared_float(cta_.smem_row_scale() + (cta_.warp_row0 + 2 * (cta_.lane_id & 3) + e) * 4);
     }
-    constexpr int kQPitch = C::kD * 2;
-    const uint32_t q = cta_.smem + swizzled<kQPitch>(cta_.warp_row0 + (cta_.lane_id & 7), cta_.lane_id >> 3);
+    const uint32_t q = smem_q(cta_.lane_id);
 #pragma unroll
-    for (int k = 0; k < kColumnTiles; k += 2) {
+    for (int k = 0; k < kHeldQTiles; k += 2) {
       uint32_t f[4];
       ldmatrix_x4(f, advance<kQPitch>(q, k));
 #pragma unroll
@@ -92,8 +91,7 @@ class OrientationKq {
       for (int e = 0; e < 2; ++e)
 #pragma unroll
         for (int j = 0; j < kColumnTiles; ++j)
-          st_shared_float2(cta_.smem_out(cta_.kv_group, row + e, 2 * j + (lane >> 4)) + (lane >> 2 & 3) * 8,
-                           {out_[j][e], out_[j][e + 2]});
+          st_shared_float2(out_address(row + e, j, lane >> 4) + (lane >> 2 & 3) * 8, {out_[j][e], out_[j][e + 2]});
     } else {
 #pragma unroll
       for (int j = 0; j < kColumnTiles; ++j)
@@ -104,7 +102,20 @@ class OrientationKq {
   }
 
  private:
+  // Columns 8 (2 tile + half) of a row of out in shared memory. Wide heads have no registers for an address of each tile: the swizzle
+  // exchanges columns within two of them.
+  __device__ __forceinline__ uint32_t out_address(int row, int tile, int half) const {
+    if constexpr (C::kD <= 256) return cta_.smem_out(cta_.kv_group, row, 2 * tile + half);
+    return cta_.smem_out(cta_.kv_group, row, 2 * (tile % 2) + half) + tile / 2 * 128;
+  }
+
   const Cta<C> &cta_;
+  // Column tiles of Q in registers. With 8-bit KV, wide heads have room for a quarter of them; the others are loaded for each KV tile.
+  static constexpr int kHeldQTiles = C::k8BitKv && C::kD > 256 ? kColumnTiles / 4 : kColumnTiles;
+  static constexpr int kQPitch = C::kD * 2;
+  __device__ __forceinline__ uint32_t smem_q(int lane) const {
+    return cta_.smem + swizzled<kQPitch>(cta_.warp_row0 + (lane & 7), lane >> 3);
+  }
   // Fragments are loaded this many MMA steps ahead.
   static constexpr int kLoadsAhead = 3;
 
@@ -145,12 +156,18 @@ class OrientationKq {
     for (int n = 0; n < kLoads; ++n) {
       const int k = n / kKeyTiles * kTilesPerLoad;
       if (n + kLoadsAhead < kLoads) load(n + kLoadsAhead);
-      uint32_t a[4];
+      uint32_t a[4], q[4];
+      if (k >= kHeldQTiles) {
+        ldmatrix_x4(q, advance<kQPitch>(smem_q(opaque(cta_.lane_id)), k));
+      } else {
+#pragma unroll
+        for (int m = 0; m < 2 * kTilesPerLoad; ++m) q[m] = q_[k + m / 2][m % 2];
+      }
       k_operand<0>(f[n % (kLoadsAhead + 1)], a);
-      mma_16816<Element>(part[k % 2][n % kKeyTiles], a, q_[k][0], q_[k][1]);
+      mma_16816<Element>(part[k % 2][n % kKeyTiles], a, q[0], q[1]);
       if constexpr (kTilesPerLoad == 2) {
         k_operand<1>(f[n % (kLoadsAhead + 1)], a);
-        mma_16816<Element>(part[1][n % kKeyTiles], a, q_[k + 1][0], q_[k + 1][1]);
+        mma_16816<Element>(part[1][n % kKeyTiles], a, q[2], q[3]);
       }
     }
 #pragma unroll
@@ -219,7 +236,7 @@ class OrientationKq {
     }
   }
 
-  uint32_t q_[kColumnTiles][2];
+  uint32_t q_[kHeldQTiles][2];
   float out_[kColumnTiles][4];
   OnlineSoftmax<Fragment> softmax_;
   float row_scale_[2];               // 8-bit KV

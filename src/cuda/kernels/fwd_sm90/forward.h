@@ -12,6 +12,22 @@
 
 namespace fa::cuda::sm90 {
 
+// K or V in pages: boxes of 2^box_log2 keys of one page. The last dimension of the tensor map counts pages and heads: page n of head h is at
+// n page_step + h head_step.
+struct PageBoxes {
+  int32_t page_step, head_step, box_log2;
+};
+
+// Kernels for K and V in pages. A work tile of a CTA has tile_tokens queries of each of tile_heads.value query heads that share a KV head; a
+// row is a query times tile_heads plus a head.
+struct PagedParams {
+  Divisor page_size, tile_heads, num_splits;
+  int32_t tile_tokens;
+  PageBoxes k, v;
+  // Split-KV partials as merge/merge.h describes them; null without splits.
+  float *split_out, *split_lse;
+};
+
 // The kernel's only parameter: the problem, and how it is divided into work tiles.
 struct ForwardParams {
   // Tensor maps over (head_dim, seqlen, heads, batch). A box is 64 rows (q), one KV tile of rows (k, v), or the 16 rows of a warp (out), by 128
@@ -28,7 +44,7 @@ struct ForwardParams {
   bool vector_out;    // out allows 16-byte stores
   bool tma_out;       // out allows TMA stores
   bool k_whole_atoms, v_whole_atoms;        // rows of q and k, or of v, end with a swizzle atom
-  Descale q_descale, k_descale, v_descale;  // fp8: one per sequence and head
+  Descale q_descale, k_descale, v_descale;  // 8-bit operands: one per sequence and head
   // Dropout (common/scores.h): m lies p_exponent below the row maximum, and is raised when a score exceeds it by more than dropout_threshold.
   float p_exponent, dropout_threshold;
   DataMask mask;
@@ -36,6 +52,7 @@ struct ForwardParams {
   int64_t max_logit_stride;
   // Bias: (keys, queries, heads_q, batch) in boxes of 64 keys by 64 queries. Dimensions in which the bias is broadcast have stride 0.
   CUtensorMap bias_map;
+  PagedParams pages;
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kForwardShapes, `dtype` is that of out.

@@ -15,8 +15,8 @@ const void *forward_instance() {
   constexpr ForwardShape kShape = kForwardShapes[kShapeIndex];
   if constexpr (kShape.wide()) {
     static_assert(kShape.head_dim == kShape.head_dim_v && kShape.rows() == 128 && kShape.kv_tile == 64);
-    static_assert(kShape.q_stages == 0 && kShape.stages == 0 && kShape.out_atoms == 0, "WideStorage has stages of its own");
-    using Config = WideConfig<Out, kShape.head_dim, kShape.scores>;
+    static_assert(kShape.stages == 0 && kShape.out_atoms == 0, "WideStorage has stages of its own");
+    using Config = WideConfig<Out, kShape.head_dim, kShape.scores, kShape.paged()>;
     static_assert(sizeof(typename Config::Storage) == kShape.shared_bytes());
     return reinterpret_cast<const void *>(&sm90_kernel<ForwardWide<Config>>);
   } else {

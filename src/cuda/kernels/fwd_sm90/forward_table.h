@@ -18,8 +18,9 @@ constexpr int32_t kMaxSharedBytes = 227 * 1024;  // of the CTAs of an SM, with 1
 // Which kernels skip left padding (unpadded_keys). Work tiles of one warpgroup are so short that the one test for it costs up to 3 %.
 constexpr bool skips_left_padding(int32_t groups, bool fp8) { return groups > 1 && !fp8; }
 
-// Which lines are forward_wide.cuh.
-constexpr bool is_wide(int32_t q_stages) { return q_stages == 0; }
+// Which lines are forward_wide.cuh: 0 in the column of Q's stages, or kPages for K and V in pages.
+constexpr int32_t kPages = -1;
+constexpr bool is_wide(int32_t q_stages) { return q_stages <= 0; }
 
 struct ForwardShape {
   const char *name;
@@ -37,9 +38,12 @@ struct ForwardShape {
   bool same_bits;       // for FA_FLAG_SAME_BITS, and for nothing else
   int32_t storage_bytes, score_text_storage_bytes;
   int32_t k_box_atoms, v_box_atoms;  // swizzle atoms of a box of K or V
+  int32_t v_part_keys;               // of pages: of the parts in which V is loaded
 
   // A cluster of two CTAs. In each, two warpgroups share 64 rows, a third one has their scores.
   constexpr bool wide() const { return is_wide(q_stages); }
+  // K and V in pages, and nothing else. Query heads that share them are rows of one work tile, and the keys may be split.
+  constexpr bool paged() const { return q_stages == kPages; }
   // Whether a kernel with a score text can be made of it, at run time.
   constexpr bool takes_score_text() const {
     return !fp8 && !same_bits && head_dim <= 256 && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
@@ -102,7 +106,10 @@ struct ForwardShape {
   X(d384, 384, 384, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false)      \
   X(d512, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false)      \
   X(d320g, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \
-  X(d512g, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)
+  X(d512g, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \
+  X(d384p, 384, 384, 2, 64, kPages, 0, 0, kAnyLength, kAnyLength, kPlain, false, false)    \
+  X(d512p, 512, 512, 2, 64, kPages, 0, 0, kAnyLength, kAnyLength, kPlain, false, false)    \
+  X(d512gp, 512, 512, 2, 64, kPages, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)
 
 // clang-format on
 
@@ -111,11 +118,19 @@ struct BoxAtoms {
 };
 template <int32_t head_dim, int32_t head_dim_v, int32_t q_stages, bool fp8>
 constexpr BoxAtoms kv_box_atoms() {
-  if constexpr (is_wide(q_stages)) {
+  if constexpr (q_stages == kPages) {
+    return {WideStorage<head_dim>::kKStageAtoms, WideStorage<head_dim>::kFirstAtoms};
+  } else if constexpr (is_wide(q_stages)) {
     return {WideStorage<head_dim>::kKStageAtoms, WideStorage<head_dim>::kPartAtoms};
   } else {
     return {swizzle_atoms(head_dim, fp8 ? 1 : 2), swizzle_atoms(head_dim_v)};
   }
+}
+
+template <int32_t head_dim, int32_t q_stages>
+constexpr int32_t v_part_keys() {
+  if constexpr (q_stages == kPages) return 64 / WideStorage<head_dim>::kParts;
+  return 0;
 }
 
 // Shared memory of a line of the table.
@@ -134,7 +149,7 @@ constexpr int32_t forward_storage_bytes() {
   {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits,                   \
    forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores, same_bits>(),                          \
    forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores), same_bits>(),         \
-   kv_box_atoms<head_dim, head_dim_v, q_stages, fp8>().k, kv_box_atoms<head_dim, head_dim_v, q_stages, fp8>().v},
+   kv_box_atoms<head_dim, head_dim_v, q_stages, fp8>().k, kv_box_atoms<head_dim, head_dim_v, q_stages, fp8>().v, v_part_keys<head_dim, q_stages>()},
 // clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE

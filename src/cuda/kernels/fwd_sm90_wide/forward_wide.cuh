@@ -9,10 +9,13 @@
 //
 // S of the next KV tile overlaps P and P V of this one. K and V pass through in parts: of K all columns or half of them, of V the columns of a PV
 // warpgroup or half of them.
+//
+// Kernels for K and V in pages (kPaged): the query heads that share a KV head are rows of one work tile, and clusters may split the keys.
 #pragma once
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/kv_8bit.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
@@ -22,22 +25,33 @@
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/fwd_sm90/forward.h"
+#include "cuda/kernels/fwd_sm90_wide/page_window.cuh"
 #include "cuda/kernels/fwd_sm90_wide/shared_storage.h"
 
 namespace fa::cuda::sm90 {
 
-template <typename Element_, int kD_, ScoreSet kScores_>
+template <typename Element_, int kD_, ScoreSet kScores_, bool kPaged_>
 struct WideConfig {
   using Element = Element_;
   using Storage = WideStorage<kD_>;
   static constexpr int kD = kD_, kAtoms = Storage::kAtoms, kAtomBytes = Storage::kAtomBytes;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = kScores != kPlain;
+  static constexpr bool kPaged = kPaged_;
+  // A part of K or V in shared memory: of eight rows, one swizzle atom of columns after the other in pages, so that boxes of few rows have
+  // all columns; else of all rows. In bytes: from a swizzle atom to the next columns, and from eight rows to the next.
+  static constexpr int kAtomRows = kPaged ? 8 : 64, kAtomStep = kAtomRows * 128;
+  static constexpr bool kVByKeys = kPaged;
+  // Of the parts of V: keys, and swizzle atoms of columns.
+  static constexpr int kVPartKeys = kVByKeys ? 64 / Storage::kParts : 64,
+                       kVPartAtoms = kVByKeys ? Storage::kFirstAtoms : Storage::kPartAtoms;
+  static constexpr int kKGroupBytes = kPaged ? Storage::kKStageAtoms * 1024 : 1024,
+                       kVGroupBytes = kPaged ? kVPartAtoms * 1024 : 1024;
   // Warpgroups: producers, softmax, and two for out. Together they have all registers of an SM.
   static constexpr int kThreads = 512, kProducerRegisters = 24, kSoftmaxRegisters = kAtoms == 8 ? 152 : 200,
                        kPvRegisters = kAtoms == 8 ? 168 : 144;
   static_assert(kProducerRegisters + kSoftmaxRegisters + 2 * kPvRegisters == 512);
-  static_assert(kD % 64 == 0 && Storage::kFirstAtoms <= 4);
+  static_assert(kD % 64 == 0 && Storage::kFirstAtoms <= 4 && (!kPaged || Storage::kFirstAtoms == Storage::kSecondAtoms));
 };
 
 template <class C>
@@ -53,12 +67,18 @@ class ForwardWide {
         lane_(static_cast<int>(threadIdx.x & 31)),
         warp_(static_cast<int>(uniform(threadIdx.x >> 5) & 3)) {
     rank_ = cluster_cta_rank();
-    const L2HeadOrder::Place place = a_.order.at(cluster_id());
+    int tile = cluster_id();
+    if constexpr (C::kPaged) {
+      const int index = a_.pages.num_splits.quotient(tile);
+      split_ = tile - index * static_cast<int>(a_.pages.num_splits.value);
+      tile = index;
+    }
+    const L2HeadOrder::Place place = a_.order.at(tile);
     batch_ = place.batch;
-    head_q_ = place.head;
-    head_k_ = a_.group.quotient(place.head);
-    cluster_row0_ = place.row_block * kClusterRows;
-    row0_ = cluster_row0_ + rank_ * 64;
+    head_q_ = C::kPaged ? place.head * static_cast<int>(a_.pages.tile_heads.value) : place.head;
+    head_k_ = a_.group.quotient(head_q_);
+    cluster_row0_ = place.row_block * 2 * tokens();
+    row0_ = cluster_row0_ + rank_ * tokens();
     last_block_ = place.row_block == a_.order.row_blocks() - 1 && rank_ == 1;
     q_ = sequence_rows(sequence_of(p_.q_lengths, batch_));
     k_ = sequence_rows(unpadded_keys(p_.k_lengths, batch_));
@@ -67,11 +87,23 @@ class ForwardWide {
       const KeyRange keys = diagonal.visible_keys(rows);
       return keys.empty() ? KeyRange{0, 0} : tiles_touching<64>(keys);
     };
-    const RangeOf<int32_t> rows{row0_, min(row0_ + 64, diagonal.seqlen_q)};
+    const RangeOf<int32_t> rows{row0_, min(row0_ + tokens(), diagonal.seqlen_q)},
+        cluster_rows{cluster_row0_, min(cluster_row0_ + 2 * tokens(), diagonal.seqlen_q)};
     tiles_ = tiles_of(rows);
-    loaded_ = tiles_of({cluster_row0_, min(cluster_row0_ + kClusterRows, diagonal.seqlen_q)});
+    loaded_ = tiles_of(cluster_rows);
+    if constexpr (C::kPaged) {
+      paged_keys_ = diagonal.visible_keys(cluster_rows);
+      if (a_.pages.num_splits.value > 1) {
+        // Equal parts, so that the host needs no lengths.
+        const int count = a_.pages.num_splits.quotient(loaded_.size() + static_cast<int>(a_.pages.num_splits.value) - 1);
+        loaded_.begin = min(loaded_.begin + split_ * count, loaded_.end);
+        loaded_.end = min(loaded_.begin + count, loaded_.end);
+        tiles_ = {max(tiles_.begin, loaded_.begin), min(tiles_.end, loaded_.end)};
+      }
+    }
     if (tiles_.empty()) tiles_ = {loaded_.begin, loaded_.begin};
-    full_ = row0_ + 64 > diagonal.seqlen_q ? KeyRange{0, 0} : tiles_inside<64>(diagonal.interior_keys(rows));
+    const bool unused_rows = !C::kPaged && row0_ + 64 > diagonal.seqlen_q;
+    full_ = unused_rows ? KeyRange{0, 0} : tiles_inside<64>(diagonal.interior_keys(rows));
   }
 
   __device__ __forceinline__ void run() const {
@@ -110,13 +142,37 @@ class ForwardWide {
   using KPipeline = PipelineState<Storage::kKStages>;
   using VPipeline = PipelineState<Storage::kVStages>;
   using PPipeline = PipelineState<Storage::kPStages>;
-  static constexpr int kClusterRows = 128;
   // Whether P of a KV tile is handed over only when S of the tile after the next one has been issued. With all of Q in registers that issue
   // holds the softmax warpgroup until S is nearly done. P V beside it would make it last twice as long, and leave the tensor cores idle
   // during the exponentials that follow. Where K and V are loaded atom by atom, V would be released too late.
   static constexpr bool kMayHandOverLate = Storage::kAtoms == 6;
   static_assert(Storage::kPStages == 2);
-  __device__ __forceinline__ bool hands_over_late() const { return kMayHandOverLate && a_.k_whole_atoms && a_.v_whole_atoms; }
+  __device__ __forceinline__ bool hands_over_late() const {
+    return kMayHandOverLate && (C::kPaged || (a_.k_whole_atoms && a_.v_whole_atoms));
+  }
+
+  // Queries of this CTA. Of its 64 rows the first tokens() times tile_heads are used.
+  __device__ __forceinline__ int tokens() const { return C::kPaged ? a_.pages.tile_tokens : 64; }
+  __device__ __forceinline__ int token_of(int row) const {
+    return row0_ + (C::kPaged ? a_.pages.tile_heads.quotient(row) : row);
+  }
+  __device__ __forceinline__ int head_of(int row) const {
+    return head_q_ + (C::kPaged ? a_.pages.tile_heads.remainder(row) : 0);
+  }
+  // Of kernels for pages: a row of the tile, and whether it has a query; whether it is in the sequence's slot without one.
+  struct PagedRow {
+    int token, head;
+    bool used, unused;
+  };
+  __device__ __forceinline__ PagedRow paged_row(int row) const {
+    const int token = token_of(row);
+    const bool exists = token < row0_ + tokens();
+    return {token, head_of(row), exists && token < q_.len, exists && token >= q_.len && token < q_.seq_slot};
+  }
+  __device__ __forceinline__ bool splits() const { return C::kPaged && a_.pages.num_splits.value > 1; }
+  __device__ __forceinline__ int64_t partial_index(const PagedRow &row) const {
+    return ((int64_t{split_} * p_.batch + batch_) * p_.heads_q + row.head) * p_.q_lengths.max_len + row.token;
+  }
 
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, q_.len, k_.len}; }
   __device__ __forceinline__ bool is_partial(int tile) const { return tile < full_.begin || tile >= full_.end; }
@@ -174,7 +230,23 @@ class ForwardWide {
   // Producer warps
   // ------------------------------------------------------------------------------------------------------------------
 
-  // `atoms` swizzle atoms of keys, for both CTAs. A box has all of them, or one where rows do not end with an atom.
+  // Fills a stage with kAtoms swizzle atoms of columns of kKeys keys, in both CTAs. These load every other stage, or box of pages: CTA 0 the
+  // first one if `first` is even. A box has all columns, or one swizzle atom where rows do not end with an atom.
+  template <int kKeys, int kAtoms>
+  __device__ __forceinline__ void load_part(uint32_t dst, const CUtensorMap &map, bool whole_atoms, uint32_t barrier, int atom,
+                                            int tile, int first, const PageBox &box, int box_log2) const {
+    if (elect_one()) {
+      mbarrier_arrive_expect_tx(barrier, kKeys * kAtoms * 128);
+      if (!C::kPaged && (first & 1) == rank_) load_keys<kAtoms>(dst, map, whole_atoms, barrier, atom, tile);
+    }
+    if constexpr (C::kPaged) {
+      const int row = lane_ << box_log2;
+      if (row < kKeys && ((lane_ + first) & 1) == rank_)
+        tma_load_5d_multicast(dst + row * kAtoms * 128, &map, barrier, 0, 0, atom, box.row_group, box.page, kBothCtas,
+                              a_.order.row_blocks() == 1 ? kEvictFirst : kEvictLast);
+      __syncwarp();
+    }
+  }
   template <int kAtoms>
   __device__ __forceinline__ void load_keys(uint32_t dst, const CUtensorMap &map, bool whole_atoms, uint32_t barrier, int atom,
                                             int tile) const {
@@ -188,45 +260,53 @@ class ForwardWide {
                               kEvictLast);
     }
   }
+  // This lane's boxes of K or V, or nothing where these are not in pages.
+  __device__ __forceinline__ auto page_window(const PageBoxes &boxes) const {
+    if constexpr (C::kPaged) {
+      return PageWindow(p_, a_.pages.page_size, boxes, batch_, head_k_, paged_keys_, loaded_.begin * 64, lane_);
+    } else {
+      return NoPages{};
+    }
+  }
+  __device__ __forceinline__ void load_q() const {
+    mbarrier_arrive_expect_tx(
+        q_full(), C::kPaged ? C::kAtoms * tokens() * static_cast<int>(a_.pages.tile_heads.value) * 128 : Storage::kTileBytes);
+#pragma unroll 1
+    for (int atom = 0; atom < C::kAtoms; ++atom)
+      tma_load_4d(q(atom), &a_.q_map, q_full(), atom * 64, C::kPaged ? head_q_ : q_.start + row0_,
+                  C::kPaged ? q_.start + row0_ : head_q_, p_.q_lengths.cu != nullptr ? 0 : batch_, kEvictFirst);
+  }
   __device__ __forceinline__ void load_q_and_k() const {
     if (loaded_.empty()) return;
-    if (elect_one()) {
-      mbarrier_arrive_expect_tx(q_full(), Storage::kTileBytes);
-#pragma unroll 1
-      for (int atom = 0; atom < C::kAtoms; ++atom)
-        tma_load_4d(q(atom), &a_.q_map, q_full(), atom * 64, q_.start + row0_, head_q_, p_.q_lengths.cu != nullptr ? 0 : batch_,
-                    kEvictFirst);
-    }
+    if (elect_one()) load_q();
     KPipeline pipe;
+    auto pages = page_window(a_.pages.k);
 #pragma unroll 1
-    for (int tile = loaded_.begin; tile < loaded_.end; ++tile)
+    for (int tile = loaded_.begin; tile < loaded_.end; ++tile) {
+      const PageBox box = pages.box_at(tile * 64);
 #pragma unroll 1
       for (int part = 0; part < Storage::kKParts; ++part) {
         mbarrier_wait(k_empty(pipe.stage()), pipe.phase() ^ 1);
-        if (elect_one()) {
-          mbarrier_arrive_expect_tx(k_full(pipe.stage()), Storage::kKStageAtoms * C::kAtomBytes);
-          if (((tile + part) & 1) == rank_)
-            load_keys<Storage::kKStageAtoms>(k(pipe.stage()), a_.k_map, a_.k_whole_atoms, k_full(pipe.stage()),
-                                             part * Storage::kKStageAtoms, tile);
-        }
+        load_part<64, Storage::kKStageAtoms>(k(pipe.stage()), a_.k_map, a_.k_whole_atoms, k_full(pipe.stage()),
+                                             part * Storage::kKStageAtoms, tile, tile + part, box, a_.pages.k.box_log2);
         pipe.advance();
       }
+    }
   }
   __device__ __forceinline__ void load_v() const {
     VPipeline pipe;
+    auto pages = page_window(a_.pages.v);
 #pragma unroll 1
     for (int tile = loaded_.begin; tile < loaded_.end; ++tile) {
 #pragma unroll 1
       for (int part = 0; part < Storage::kParts; ++part) {
+        const PageBox box = pages.box_at(tile * 64 + part * C::kVPartKeys);
 #pragma unroll 1
         for (int half = 0; half < 2; ++half) {
-          const int stage = pipe.stage(), first = half * Storage::kFirstAtoms + part * Storage::kPartAtoms;
+          const int stage = pipe.stage(), first = half * Storage::kFirstAtoms + (C::kVByKeys ? 0 : part * C::kVPartAtoms);
           mbarrier_wait(v_empty(stage, half), pipe.phase());  // the first time by take_q
-          if (elect_one()) {
-            mbarrier_arrive_expect_tx(v_full(stage, half), Storage::kPartAtoms * C::kAtomBytes);
-            if (((tile + half) & 1) == rank_)
-              load_keys<Storage::kPartAtoms>(v(stage, half), a_.v_map, a_.v_whole_atoms, v_full(stage, half), first, tile);
-          }
+          load_part<C::kVPartKeys, C::kVPartAtoms>(v(stage, half), a_.v_map, a_.v_whole_atoms, v_full(stage, half), first, tile,
+                                                   tile + half, box, a_.pages.v.box_log2);
         }
         pipe.advance();
       }
@@ -242,7 +322,11 @@ class ForwardWide {
     softmax.reset();
     KPipeline pipe;
     PPipeline p_pipe;
-    const float scale = exponent_scale(p_);
+    float scale = exponent_scale(p_);
+    if constexpr (C::kPaged && !C::kScored) {
+      const float descale = fabsf(head_descale(a_.k_descale, batch_, head_k_));  // the copy of K has the sign
+      scale *= descale == 0.f ? 1e-30f : descale;                                // times 0 a masked score would be NaN
+    }
     uint32_t q_fragments[Storage::kQRegisterAtoms][4][4];
     if (!loaded_.empty()) {
       mbarrier_wait(q_full(), 0);
@@ -255,11 +339,11 @@ class ForwardWide {
       const int key0 = tile * 64;
       if constexpr (C::kScored) {
         apply_score_mods<Fragment, C::kScores>(
-            s, p_, a_.raw, [&](int) { return head_terms(p_, a_.raw.logit, batch_, head_q_); },
-            [&](int r) { return row0_ + row_of(r) + k_.len - q_.len - key0 - Fragment::first_key(lane_); });
+            s, p_, a_.raw, [&](int r) { return head_terms(p_, a_.raw.logit, batch_, head_of(row_of(r))); },
+            [&](int r) { return token_of(row_of(r)) + k_.len - q_.len - key0 - Fragment::first_key(lane_); });
       }
       const bool partial = is_partial(tile);
-      if (partial) mask_rows<Fragment>(s, key0, lane_, [&](int r) { return keys_of_query(diagonal(), row0_ + row_of(r)); });
+      if (partial) mask_rows<Fragment>(s, key0, lane_, [&](int r) { return keys_of_query(diagonal(), token_of(row_of(r))); });
       const bool rescaled = softmax.update_max(s, scale, kRescaleThreshold);
       float tile_sum[2];
       uint32_t p16[4][4];
@@ -308,6 +392,10 @@ class ForwardWide {
     }
     skip_k(tiles_.end, loaded_.end, pipe);
     softmax.reduce_sums();
+    if constexpr (C::kPaged) {
+      finish_paged_rows(softmax, p_pipe);
+      return;
+    }
     RowResult result[2];
     finalize_rows(softmax.max, softmax.sum, sink_of(p_, head_q_), result);
     const int stage = p_pipe.stage();
@@ -321,6 +409,30 @@ class ForwardWide {
         if (p_.lse.data != nullptr && row < q_.seq_slot)
           *row_of_tensor(p_.lse, batch_, q_.start + row, head_q_) = used ? result[r].lse : -CUDART_INF_F;
       }
+    }
+    mbarrier_arrive(p_full(stage));
+  }
+
+  // lse, or that of a split, and the last factors of out.
+  __device__ __forceinline__ void finish_paged_rows(const OnlineSoftmax<Fragment> &softmax, const PPipeline &p_pipe) const {
+    const int stage = p_pipe.stage();
+    mbarrier_wait(p_empty(stage), p_pipe.phase() ^ 1);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const PagedRow row = paged_row(row_of(r));
+      const RowResult result = finalize_row(softmax.max[r], softmax.sum[r], split_ == 0 ? sink_of(p_, row.head) : nullptr);
+      if (!Fragment::leads(lane_)) continue;
+      float factor = result.factor;
+      if constexpr (!C::kScored) factor *= head_descale(a_.v_descale, batch_, head_k_);
+      st_shared_float(rescale(stage, row_of(r)), row.used ? factor : 0.f);
+      float *lse = p_.lse.data != nullptr && (row.used || row.unused)
+                       ? row_of_tensor(p_.lse, batch_, q_.start + row.token, row.head)
+                       : nullptr;
+      if (splits()) {
+        if (row.used) a_.pages.split_lse[partial_index(row)] = result.lse;
+        if (row.used || split_ != 0) lse = nullptr;
+      }
+      if (lse != nullptr) *lse = row.used ? result.lse : -CUDART_INF_F;
     }
     mbarrier_arrive(p_full(stage));
   }
@@ -344,12 +456,12 @@ class ForwardWide {
 #pragma unroll
     for (int part = 0; part < Storage::kKParts; ++part) {
       mbarrier_wait(k_full(pipe.stage()), pipe.phase());
-      const uint64_t b = descriptor_k_major(k(pipe.stage()));
+      const uint64_t b = descriptor_k_major<C::kKGroupBytes>(k(pipe.stage()));
       wgmma_fence();
 #pragma unroll
       for (int n = 0; n < 4 * Storage::kKStageAtoms; ++n) {
         const int atom = part * Storage::kKStageAtoms + n / 4;
-        const uint64_t key_columns = advance_descriptor(b, n / 4 * C::kAtomBytes + n % 4 * 32);
+        const uint64_t key_columns = advance_descriptor(b, n / 4 * C::kAtomStep + n % 4 * 32);
         if (atom < Storage::kQRegisterAtoms) {
           wgmma_rs_k<Element>(s, q_fragments[atom][n % 4], key_columns, part + n != 0);
         } else {
@@ -385,7 +497,17 @@ class ForwardWide {
   // PV warpgroups
   // ------------------------------------------------------------------------------------------------------------------
 
-  // kAtoms swizzle atoms of columns, of the first or the second half, in an accumulator for each part of V.
+  // Calls f(n, where its columns begin) for the accumulators n that take part `part` of V: the one with its columns, or all.
+  template <typename F>
+  __device__ __forceinline__ void for_accumulators_of(int part, F f) const {
+    if constexpr (C::kVByKeys) {
+#pragma unroll
+      for (int n = 0; n < Storage::kParts; ++n) f(n, n * Storage::kPartAtoms * C::kAtomStep);
+    } else {
+      f(part, 0);
+    }
+  }
+  // kAtoms swizzle atoms of columns, of the first or the second half, in kParts accumulators.
   template <int kAtoms>
   __device__ __forceinline__ void pv_warpgroup(int half) const {
     constexpr int kParts = Storage::kParts, kPartAtoms = kAtoms / kParts, kColumns = kPartAtoms * 64;
@@ -420,8 +542,10 @@ class ForwardWide {
       if (nan_safe) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          wgmma_ss_nan_safe<Element, Major::k, 64, kColumns, 64>(out[part], p(p_stage), warp_ * 16, v(stages[part], half),
-                                                                 lane_);
+          for_accumulators_of(part, [&](int n, int columns) {
+            wgmma_ss_nan_safe<Element, Major::k, C::kAtomRows, kColumns, C::kVPartKeys, C::kVGroupBytes>(
+                out[n], p(p_stage), warp_ * 16, v(stages[part], half) + columns, lane_, C::kVByKeys ? part * C::kVPartKeys : 0);
+          });
           __threadfence_block();  // ordinary loads have read the stage
           release_to_cluster(v_empty(stages[part], half));
         }
@@ -431,10 +555,15 @@ class ForwardWide {
         wgmma_fence();
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          const uint64_t a = descriptor_k_major(p(p_stage)), b = descriptor_mn_major<64>(v(stages[part], half));
+          const uint64_t a = descriptor_k_major(p(p_stage)),
+                         b = descriptor_mn_major<C::kAtomRows, C::kVGroupBytes>(v(stages[part], half));
+          constexpr int kSteps = C::kVPartKeys / 16;
+          for_accumulators_of(part, [&](int m, int columns) {
 #pragma unroll
-          for (int n = 0; n < 4; ++n)
-            Wgmma<Element, kColumns>::ss_k_mn(out[part], advance_descriptor(a, n * 32), advance_descriptor(b, n * 2048), 1);
+            for (int n = 0; n < kSteps; ++n)
+              Wgmma<Element, kColumns>::ss_k_mn(out[m], advance_descriptor(a, ((C::kVByKeys ? part * kSteps : 0) + n) * 32),
+                                                advance_descriptor(b, columns + n * 2 * C::kVGroupBytes), 1);
+          });
           wgmma_commit();
         }
         if constexpr (kParts == 2) {
@@ -475,6 +604,10 @@ class ForwardWide {
   // Rows that are not used become zero, by the last row block of a sequence those beyond the grid, too.
   template <int kParts, int kCount>
   __device__ __forceinline__ void store(const float (&out)[kParts][kCount], int first_column) const {
+    if constexpr (C::kPaged) {
+      store_paged(out, first_column);
+      return;
+    }
     const int columns = static_cast<int>(p_.head_dim_v);
     Element *base = row_of_tensor<Element>(p_.out, batch_, q_.start, head_q_);
 #pragma unroll
@@ -493,15 +626,52 @@ class ForwardWide {
                      lane_);
   }
 
+  // The same of kernels for pages, or the partial result of a split.
+  template <int kParts, int kCount>
+  __device__ __forceinline__ void store_paged(const float (&out)[kParts][kCount], int first_column) const {
+    const int columns = static_cast<int>(p_.head_dim_v), quad = lane_ & 3;
+    const bool stores_out = !splits() || (split_ == 0 && row0_ + tokens() > q_.len);
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const PagedRow row = paged_row(row_of(r));
+      Element *to = row_of_tensor<Element>(p_.out, batch_, q_.start + row.token, row.head);
+      float *partial = splits() ? a_.pages.split_out + partial_index(row) * columns : nullptr;
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int column = first_column + part * 2 * kCount;
+        if (splits() && row.used) {
+          store_fragment_row_fp32<kCount / 4>(
+              out[part], r, [&] { return partial + column; }, columns - column, /*vectors=*/true, quad, 1.f);
+        }
+        if (stores_out) {
+          store_fragment_row_at<Element, kCount / 4>(
+              out[part], r, [&] { return to + column; }, columns - column, a_.vector_out, quad,
+              [](float x, float y) { return pack2<Element>(x, y); }, row.used ? ~0u : 0u,
+              row.unused || (row.used && !splits()));
+        }
+      }
+    }
+    if (!last_block_ || first_column != 0 || split_ != 0) return;
+    const int heads = static_cast<int>(a_.pages.tile_heads.value);
+    for (int n = warp_; n < (q_.seq_slot - row0_ - tokens()) * heads; n += 4) {
+      const int token = row0_ + tokens() + n / heads, head = head_q_ + n % heads;
+      store_zero_row(row_of_tensor<Element>(p_.out, batch_, q_.start + token, head), columns,
+                     p_.lse.data != nullptr ? row_of_tensor(p_.lse, batch_, q_.start + token, head) : nullptr, -CUDART_INF_F,
+                     lane_);
+    }
+  }
+
   const ForwardParams &a_;
   const Problem &p_;
   const uint32_t smem_;
-  const int lane_, warp_;  // warp_ within the warpgroup
-  int rank_, batch_, head_q_, head_k_, cluster_row0_, row0_;
+  const int lane_, warp_;                                     // warp_ within the warpgroup
+  int rank_, batch_, head_q_, head_k_, cluster_row0_, row0_;  // rows: counted in queries
+  int split_ = 0;                                             // kPaged
   bool last_block_;
   SequenceRows q_, k_;
   KeyRange loaded_, tiles_,
-      full_;  // KV tiles with visible pairs: of the cluster, of this CTA, and of these those without masked pairs
+      full_;               // KV tiles with visible pairs: of the cluster, of this CTA, and of these those without masked pairs
+  KeyRange paged_keys_{};  // kPaged: keys that the cluster sees, of any split
 };
 
 }  // namespace fa::cuda::sm90
