@@ -89,14 +89,11 @@ TEST(CudaPlanHopper, HopperKernels) {
   without.sm90 = false;
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
-      {"bias and softcap", [](MaskedProblem &p) { p.softcap = 30, set_bias(p); }},
-      {"bias of fp32", [](MaskedProblem &p) { set_bias(p), p.bias.dtype = Dtype::f32; }},
-      {"bias with rows that do not start on 16 bytes", [](MaskedProblem &p) { set_bias(p, 3); }},
       {"bias of which the heads are in descending order", [](MaskedProblem &p) { set_bias(p), p.bias.head_stride = -8; }},
-      {"block mask and softcap", [](MaskedProblem &p) { p.softcap = 30, set_block_mask(p, 128); }},
-      {"slices and dropout", [](MaskedProblem &p) { set_slices(p), p.dropout.threshold = 6554; }},
+      {"bias of fp32, head_dim 136", [](MaskedProblem &p) { p.head_dim = 136, set_bias(p), p.bias.dtype = Dtype::f32; }},
       {"dropout, head_dim 256", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256, p.dropout.threshold = 6554; }},
-      {"dropout and softcap", [](MaskedProblem &p) { p.softcap = 30, p.dropout.threshold = 6554; }},
+      {"dropout and softcap, head_dim 136",
+       [](MaskedProblem &p) { p.head_dim = 136, p.softcap = 30, p.dropout.threshold = 6554; }},
       {"rows that do not start on 16 bytes", [](MaskedProblem &p) { p.k.seq_stride = 129; }},
       {"rows that are not whole 16-byte vectors", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 127; }},
       {"more rows than it counts", [](MaskedProblem &p) { p.k_lengths.total = int64_t{1} << 32; }},
@@ -156,6 +153,71 @@ TEST(CudaPlanHopper, HopperKernels) {
   }
 }
 
+// Mixtures of score terms up to head_dim 128, and biases that the kernels for a bias alone do not take.
+TEST(CudaPlanHopper, Mixtures) {
+  struct Mixture {
+    const char *text;
+    void (*set)(MaskedProblem &);
+    bool backward = true;  // Hopper's backward wants to load a bias by TMA
+    bool map = false;
+  };
+  const Mixture mixtures[] = {
+      {"bias and softcap", [](MaskedProblem &p) { p.softcap = 30, set_bias(p); }},
+      {"bias and ALiBi", [](MaskedProblem &p) { p.alibi_slopes = &unreadable, set_bias(p); }},
+      {"bias and dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554, set_bias(p); }},
+      {"bias and slices", [](MaskedProblem &p) { set_slices(p), set_bias(p); }, true, true},
+      {"bias of fp32", [](MaskedProblem &p) { set_bias(p), p.bias.dtype = Dtype::f32; }},
+      {"bias of fp32 and dropout",
+       [](MaskedProblem &p) { set_bias(p), p.bias.dtype = Dtype::f32, p.dropout.threshold = 6554; }},
+      {"bias with rows that do not start on 16 bytes", [](MaskedProblem &p) { set_bias(p, 3); }, false},
+      {"bias of fp32 with such rows", [](MaskedProblem &p) { set_bias(p, 3), p.bias.dtype = Dtype::f32; }, false},
+      {"bias that is broadcast over keys", [](MaskedProblem &p) { set_bias(p), p.bias.col_stride = 0; }, false},
+      {"dropout and softcap", [](MaskedProblem &p) { p.softcap = 30, p.dropout.threshold = 6554; }},
+      {"dropout and ALiBi", [](MaskedProblem &p) { p.alibi_slopes = &unreadable, p.dropout.threshold = 6554; }},
+      {"dropout and left padding", [](MaskedProblem &p) { set_starts(p), p.dropout.threshold = 6554; }, true, true},
+      {"block mask and softcap", [](MaskedProblem &p) { p.softcap = 30, set_block_mask(p, 128); }, true, true},
+      {"blocks of 16 and ALiBi", [](MaskedProblem &p) { p.alibi_slopes = &unreadable, set_block_mask(p, 16); }, true, true},
+      {"element mask and ALiBi", [](MaskedProblem &p) { p.alibi_slopes = &unreadable, set_element_mask(p); }, true, true},
+      {"block lists and everything",
+       [](MaskedProblem &p) {
+         set_block_lists(p), set_bias(p), p.softcap = 30, p.alibi_slopes = &unreadable, p.alibi_log_scale = 0.5f;
+         p.dropout.threshold = 6554;
+       },
+       true, true},
+  };
+  for (const Mixture &m : mixtures) {
+    for (const int64_t head_dim : {64, 128}) {
+      MaskedProblem p = problem(1000, 1000, head_dim);
+      m.set(p);
+      const std::string text = std::string(m.text) + ", head_dim " + std::to_string(head_dim),
+                        name = "bf16_d" + std::to_string(head_dim);
+      const ForwardPlan forward = forward_plan(p, h200());
+      EXPECT_EQ(kernel_name(p, forward), "sm90_fwd_" + name + "all") << text;
+      EXPECT_EQ(forward.cell_map, m.map) << text;
+      EXPECT_NE(reason_of(forward).find("mixtures of score terms"), std::string::npos) << reason_of(forward);
+      BackwardProblem b = backward_of(p);
+      const BackwardPlan backward = backward_plan(b, h200());
+      EXPECT_EQ(kernel_name(b, backward), m.backward ? "sm90_bwd_" + name + "all" : "sm80_bwd_" + name + "g") << text;
+      EXPECT_EQ(backward.cell_map, m.map) << text;
+      if (p.bias.data == nullptr || !m.backward) continue;
+      b.dbias = p.bias;
+      const BackwardPlan with_dbias = backward_plan(b, h200());
+      EXPECT_EQ(with_dbias.family, Family::sm90) << text;
+      ASSERT_GE(with_dbias.dbias_shape, 0) << text;
+      EXPECT_EQ(sm80::kBackwardShapes[with_dbias.dbias_shape].scores & kAllByTiles, kAllByTiles) << text;
+    }
+    // max_logit beside them.
+    MaskedProblem p = problem(1000, 1000, 128);
+    m.set(p);
+    ForwardProblem f = forward_of(p);
+    f.max_logit = &unreadable;
+    ForwardPlan plan;
+    ErrorText error;
+    ASSERT_EQ(plan_forward(f, h200(), plan, error), FA_OK) << error.text;
+    EXPECT_EQ(kernel_name(f, plan), "sm90_fwd_bf16_d128all") << m.text;
+  }
+}
+
 TEST(CudaPlanHopper, HopperBackwardKernels) {
   const auto family = [](const BackwardProblem &b, const Device &device = h200()) { return backward_plan(b, device).family; };
   const BackwardProblem plain = backward_of(problem(1000, 1000, 128));
@@ -164,12 +226,11 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
   without.sm90 = false;
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(BackwardProblem &)>> others = {
-      {"dropout and softcap", [](BackwardProblem &b) { b.forward.softcap = 30, b.forward.dropout.threshold = 6554; }},
-      {"slices and softcap", [](BackwardProblem &b) { b.forward.softcap = 30, set_slices(b.forward); }},
+      {"dropout and softcap, head_dim 136",
+       [](BackwardProblem &b) { b.forward.head_dim = 136, b.forward.softcap = 30, b.forward.dropout.threshold = 6554; }},
       {"batch-invariant", [](BackwardProblem &b) { b.forward.batch_invariant = true; }},
-      {"bias of fp32", [](BackwardProblem &b) { set_bias(b.forward), b.forward.bias.dtype = Dtype::f32; }},
+      {"bias that TMA cannot read", [](BackwardProblem &b) { set_bias(b.forward, 3); }},
       {"bias, head_dim 256", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 256, set_bias(b.forward); }},
-      {"bias and dropout", [](BackwardProblem &b) { set_bias(b.forward), b.forward.dropout.threshold = 6554; }},
       {"q at an odd address", [](BackwardProblem &b) { b.forward.q.data = static_cast<char *>(b.forward.q.data) + 2; }},
       {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},
       {"rows that are not whole 16-byte vectors", [](BackwardProblem &b) { b.forward.head_dim = b.forward.head_dim_v = 127; }},

@@ -222,6 +222,10 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
               masked.band.right = right;
               const BackwardPlan plan = backward_plan(backward_of(masked), device);
               backward.insert({plan.family, plan.shape});
+              Device without = device;
+              without.sm90 = false;
+              const BackwardPlan plan_without = backward_plan(backward_of(masked), without);
+              backward.insert({plan_without.family, plan_without.shape});
             }
           }
           set_dtype(p, Dtype::f32);

@@ -51,7 +51,8 @@ const Scores kScores[] = {
     {"block mask", [](MaskedProblem &p) { set_block_mask(p, 64); }},
     {"bias", [](MaskedProblem &p) { set_bias(p); }},
     {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }},
-    {"other", [](MaskedProblem &p) { set_bias(p, 3); }},
+    {"other", [](MaskedProblem &p) { set_bias(p), p.dropout.threshold = 6554; }},
+    {"other biases", [](MaskedProblem &p) { set_bias(p, 3); }},
     {"other masks", [](MaskedProblem &p) { set_slices(p); }},
 };
 

@@ -198,6 +198,42 @@ __device__ __forceinline__ float load_score(const ScoreTensor &t, int64_t index)
   return t.dtype == Dtype::bf16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16) : __half2float(__ushort_as_half(bits));
 }
 
+// Adds a row's bias to the scores of row r of a fragment, from global memory. Element `at` of the tensor is that of the lane's first key. `keys`: the
+// keys of the lane that have one, as bits.
+template <class Fragment, bool kMasked, typename Scores>
+__device__ __forceinline__ void add_row_bias(Scores &s, int r, const ScoreTensor &t, int64_t at, uint32_t keys,
+                                             const RawUnit &raw) {
+#pragma unroll
+  for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
+    float &x = element(s, Fragment::at(r, m));
+    if (keys >> m & 1)
+      x = add_bias<kMasked>(x, load_score(t, at + Fragment::key(Fragment::at(r, m)) * t.col_stride), raw.logit);
+  }
+}
+// The same for a QkFragment of which all keys have one, two neighbours at a time (takes_pairs).
+template <class Fragment, class Element, typename Scores>
+__device__ __forceinline__ void add_row_bias_pairs(Scores &s, int r, const ScoreTensor &t, int64_t at, const RawUnit &raw) {
+  if (t.dtype == Dtype::f32) {
+    const auto *pairs = reinterpret_cast<const float2 *>(static_cast<const float *>(t.data) + at);
+#pragma unroll
+    for (int j = 0; j < Fragment::kKeysOfLane / 2; ++j) {
+      const float2 bias = pairs[4 * j];
+      float *x = &element(s, Fragment::at(r, 2 * j));
+      x[0] = add_bias<false>(x[0], bias.x, raw.logit);
+      x[1] = add_bias<false>(x[1], bias.y, raw.logit);
+    }
+  } else {
+    const auto *pairs = reinterpret_cast<const uint32_t *>(static_cast<const Element *>(t.data) + at);
+#pragma unroll
+    for (int j = 0; j < Fragment::kKeysOfLane / 2; ++j) {
+      const uint32_t bias = pairs[4 * j];
+      float *x = &element(s, Fragment::at(r, 2 * j));
+      x[0] = add_bias<false>(x[0], to_float<Element>(bias & 0xFFFFu), raw.logit);
+      x[1] = add_bias<false>(x[1], to_float<Element>(bias >> 16), raw.logit);
+    }
+  }
+}
+
 // The bias of one pair, 0 if the problem has none. The key must lie inside the sequence.
 __device__ __forceinline__ float load_bias(const ScoreTensor &t, int batch, int head, int row, int key) {
   if (t.data == nullptr) return 0.f;

@@ -23,6 +23,9 @@ constexpr ScoreSet kLogAlibi = 64;
 // kBlockMask: a block mask alone, with blocks of multiples of 64, which kernels may read as it is. kDataMask: any other mask as data; kernels read
 // the cell map (data_mask.h). Kernels for kDataMask use the map for block masks, too.
 constexpr ScoreSet kDataMask = 128;
+// A bias of fp32 beside operands of 16 bits that kernels can load as tiles, too: rows of whole 16-byte vectors.
+constexpr ScoreSet kFp32TileBias = 2048;
+constexpr ScoreSet kEveryBias = kTileBias | kFp32TileBias | kAnyBias;
 // Forward: max_logit is asked for.
 constexpr ScoreSet kMaxLogit = 256;
 // A score text (score_text.cuh). Kernels for it are compiled at run time.
@@ -41,15 +44,28 @@ constexpr ScoreSet kBiased = kTileBias | kBlockMask;
 constexpr ScoreSet kDropped = kDropout | kBlockMask;
 constexpr ScoreSet kMasked = kBlockMask | kDataMask;
 // All but a score text.
-constexpr ScoreSet kAll = kSoftcap | kAlibi | kBlockMask | kDropout | kTileBias | kAnyBias | kLogAlibi | kDataMask | kMaxLogit;
+constexpr ScoreSet kAll = kSoftcap | kAlibi | kBlockMask | kDropout | kEveryBias | kLogAlibi | kDataMask | kMaxLogit;
+// All mixtures in which a bias can be loaded as tiles.
+constexpr ScoreSet kAllByTiles = kAll & ~(kAnyBias | kMaxLogit);
+
+// Whether a kernel takes every mixture of terms: which of them a problem has, it learns at run time.
+constexpr bool takes_mixtures(ScoreSet scores) { return (scores & kSoftcap) != 0 && (scores & kDropout) != 0; }
 
 // Whether a kernel for such scores stages the bias in shared memory. One that takes any bias reads it where it is.
 constexpr bool stages_bias(ScoreSet scores) { return (scores & (kTileBias | kAnyBias)) == kTileBias; }
 
-inline bool is_tile_bias(const Problem &p) {
+// Whether keys 2 n and 2 n + 1 of a row of a bias can be read at once.
+inline bool takes_pairs(const ScoreTensor &t) {
+  return t.col_stride == 1 && reinterpret_cast<uintptr_t>(t.data) % (2 * dtype_bytes(t.dtype)) == 0 &&
+         (t.batch_stride | t.head_stride | t.row_stride) % 2 == 0;
+}
+
+// Which of kEveryBias the bias of a problem is.
+inline ScoreSet kind_of_bias(const Problem &p) {
   const ScoreTensor &t = p.bias;
-  return t.dtype == p.q.dtype && t.dtype != Dtype::f32 && t.col_stride == 1 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0 &&
-         (t.batch_stride | t.head_stride | t.row_stride) % 8 == 0;
+  const bool vectors = p.q.dtype != Dtype::f32 && t.col_stride == 1 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0 &&
+                       (t.batch_stride | t.head_stride | t.row_stride) % (16 / dtype_bytes(t.dtype)) == 0;
+  return !vectors ? kAnyBias : t.dtype == p.q.dtype ? kTileBias : t.dtype == Dtype::f32 ? kFp32TileBias : kAnyBias;
 }
 
 // Whether a problem has masks that kernels apply by data, besides lengths.
@@ -77,7 +93,7 @@ inline ScoreSet scores_of(const MaskedProblem &p) {
     scores |= others || !whole_cells ? kDataMask : kBlockMask;
   }
   if (p.dropout.threshold > 0) scores |= kDropout;
-  if (p.bias.data != nullptr) scores |= is_tile_bias(p) ? kTileBias : kAnyBias;
+  if (p.bias.data != nullptr) scores |= kind_of_bias(p);
   if (p.score_text.given) {
     if ((scores & ~(kDataMask | kBlockMask)) != 0) scores |= kScoreTextAndTerms;
     scores |= kScoreText;

@@ -61,7 +61,8 @@ __device__ __forceinline__ void fence_operand(uint32_t (&x)[kSteps][4]) {
 // Registers of an accumulator, as asm operands and as %n, in groups of eight.
 #define FA_D8(i) \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
-#define FA_D24 FA_D8(0), FA_D8(8), FA_D8(16)
+#define FA_D16 FA_D8(0), FA_D8(8)
+#define FA_D24 FA_D16, FA_D8(16)
 #define FA_D32 FA_D24, FA_D8(24)
 #define FA_D40 FA_D32, FA_D8(32)
 #define FA_D48 FA_D40, FA_D8(40)
@@ -69,7 +70,8 @@ __device__ __forceinline__ void fence_operand(uint32_t (&x)[kSteps][4]) {
 #define FA_D64 FA_D56, FA_D8(56)
 #define FA_D96 FA_D64, FA_D8(64), FA_D8(72), FA_D8(80), FA_D8(88)
 #define FA_D128 FA_D96, FA_D8(96), FA_D8(104), FA_D8(112), FA_D8(120)
-#define FA_R24 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
+#define FA_R16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define FA_R24 FA_R16 ", %16, %17, %18, %19, %20, %21, %22, %23"
 #define FA_R32 FA_R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define FA_R40 FA_R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
 #define FA_R48 FA_R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
@@ -120,6 +122,7 @@ struct Wgmma;
 #define FA_WGMMAS(n, regs, a, b, c, e, f, g)                 \
   FA_WGMMA(__nv_bfloat16, "bf16", n, regs, a, b, c, e, f, g) \
   FA_WGMMA(__half, "f16", n, regs, a, b, c, e, f, g)
+FA_WGMMAS(32, 16, 16, 17, 18, 19, 20, 21)
 FA_WGMMAS(48, 24, 24, 25, 26, 27, 28, 29)
 FA_WGMMAS(64, 32, 32, 33, 34, 35, 36, 37)
 FA_WGMMAS(80, 40, 40, 41, 42, 43, 44, 45)

@@ -12,12 +12,6 @@ namespace {
 // Sizes of absent tensors are 0. A divisor beyond every row and key makes every quotient 0.
 Divisor divisor(int64_t value) { return Divisor(std::clamp<int64_t>(value, 1, int64_t{1} << 30)); }
 
-// Whether keys 2 n and 2 n + 1 of a row can be read at once.
-bool takes_pairs(const ScoreTensor &t) {
-  return t.col_stride == 1 && reinterpret_cast<uintptr_t>(t.data) % (2 * dtype_bytes(t.dtype)) == 0 &&
-         (t.batch_stride | t.head_stride | t.row_stride) % 2 == 0;
-}
-
 ScoreTextParams<BackwardParams> &make_params(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory,
                                              Launches &launches) {
   const MaskedProblem &p = b.forward;

@@ -195,7 +195,10 @@ fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const La
   params.order = TileOrder(plan.row_blocks, p.heads_q / plan.rows_per_token, p.batch, plan.heads_per_l2_group, plan.last_batch,
                            !params.limits.unlimited_right());
   params.group = Divisor(p.group);
-  if (p.bias.data != nullptr) FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
+  params.bias_box_keys =
+      p.bias.data != nullptr && kind_of_bias(p) != kAnyBias ? static_cast<int32_t>(128 / dtype_bytes(p.bias.dtype)) : 0;
+  if (params.bias_box_keys > 0) FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
+  params.pair_bias = takes_pairs(p.bias);
   const int exponent = p_exponent(p.dropout.keep_scale);
   params.p_exponent = static_cast<float>(exponent);
   params.dropout_threshold = rescale_threshold(exponent) + params.p_exponent;

@@ -63,7 +63,7 @@ Needs common_needs(const MaskedProblem &p) {
   add(p.batch * p.heads_q == 0 || p.q_lengths.max_len == 0 || p.k_lengths.max_len == 0, kEmpty);
   add(needs.scores == kPlain, kPlainScores);
   add(can_skip_left_padding(p), kLeftPadding);
-  add((needs.scores & kTileBias) != 0 && !has_tma_strides(p.bias), kNoTma);
+  add((needs.scores & (kTileBias | kFp32TileBias)) != 0 && !has_tma_strides(p.bias), kNoTma);
   needs.vector.q = add_access(p.q, p.q_lengths, p.head_dim, needs);
   needs.vector.k = add_access(p.k, p.k_lengths, p.head_dim, needs);
   needs.vector.v = add_access(p.v, p.k_lengths, p.head_dim_v, needs);

@@ -59,12 +59,13 @@ inline bool is_causal(const Problem &p) { return !Diagonal<int32_t>::Limits(p.ba
 const char *why_cuda_cores(std::span<const KernelRow> rows, const Needs &needs, const Device &device);
 const char *tensor_core_reason(ScoreSet scores);
 constexpr const char *hopper_reason(ScoreSet scores) {
-  return scores & kDropout    ? "Hopper kernel (wgmma, TMA) for dropout"
-         : scores & kDataMask ? "Hopper kernel (wgmma, TMA) for masks as data"
-         : scores & kMaxLogit ? "Hopper kernel (wgmma, TMA) for plain scores with max_logit"
-         : scores & kTileBias ? "Hopper kernel (wgmma, TMA) for a bias"
-         : scores & kSoftcap  ? "Hopper kernel (wgmma, TMA) for softcap and ALiBi"
-                              : "Hopper kernel (wgmma, TMA) for plain scores";
+  return takes_mixtures(scores) ? "Hopper kernel (wgmma, TMA) for mixtures of score terms"
+         : scores & kDropout    ? "Hopper kernel (wgmma, TMA) for dropout"
+         : scores & kDataMask   ? "Hopper kernel (wgmma, TMA) for masks as data"
+         : scores & kMaxLogit   ? "Hopper kernel (wgmma, TMA) for plain scores with max_logit"
+         : scores & kTileBias   ? "Hopper kernel (wgmma, TMA) for a bias"
+         : scores & kSoftcap    ? "Hopper kernel (wgmma, TMA) for softcap and ALiBi"
+                                : "Hopper kernel (wgmma, TMA) for plain scores";
 }
 
 // Refuses grids with more CTAs than one launch holds.

@@ -88,12 +88,12 @@ constexpr auto kRows = concatenate(
               row.scores = shape.scores | (shape.takes_score_text() ? kScoreText : 0);
               // Not batch-invariant: the choice of a shape depends on max_seqlen_q, which is the batch's. With FA_FLAG_SAME_BITS that
               // does not matter, since all kernels for it have the same arithmetic.
-              row.features =
-                  kDeterministic | kSeparateV |
-                  (shape.same_bits ? kSameBits | kBatchInvariant | kBatchInvariantVarlenQ | kSplitKv
-                   : sm90::skips_left_padding(shape.groups, shape.fp8) && !shape.paged() ? kLeftPadding
-                                                                                         : left_padding_by_mask(shape.scores)) |
-                  (shape.paged() ? kPagedKv | kSplitKv : 0) | (shape.scores != kPlain ? 0 : kPlainScores);
+              row.features = kDeterministic | kSeparateV |
+                             (shape.same_bits ? kSameBits | kBatchInvariant | kBatchInvariantVarlenQ | kSplitKv
+                              : sm90::skips_left_padding(shape.groups, shape.fp8, shape.scores) && !shape.paged()
+                                  ? kLeftPadding
+                                  : left_padding_by_mask(shape.scores)) |
+                             (shape.paged() ? kPagedKv | kSplitKv : 0) | (shape.scores != kPlain ? 0 : kPlainScores);
             }),
     rows_of(decode::kShapes, Family::decode, Pass::forward,
             [](KernelRow &row, const decode::Shape &shape) {

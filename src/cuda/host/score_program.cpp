@@ -128,7 +128,7 @@ void define(std::string &source, const char *name, const std::string &value) {
 // in the kernel's line.
 ScoreSet terms_of_program(const MaskedProblem &p, const KernelRow &kernel) {
   ScoreSet scores = scores_of(p) & kAll;
-  for (const ScoreSet together : {kMasked, kTileBias | kAnyBias}) {
+  for (const ScoreSet together : {kMasked, kEveryBias}) {
     if ((scores & together) != 0) scores |= kernel.scores & together;
   }
   return scores | kScoreText;

@@ -84,7 +84,7 @@ fa_status check_same_bits(const ForwardProblem &p, const Needs &needs, const Dev
                 p.head_dim_v, int{offer.head_dim});
   }
   const bool masks = (scores & (kBlockMask | kDataMask)) != 0;
-  for (const auto &[name, refused] : {std::pair{"bias", (scores & (kTileBias | kAnyBias)) != 0},
+  for (const auto &[name, refused] : {std::pair{"bias", (scores & kEveryBias) != 0},
                                       {"block_mask", masks && p.block_mask.data != nullptr},
                                       {"element_mask", masks && p.element_mask.given},
                                       {"block_indices", masks && p.block_lists.given},

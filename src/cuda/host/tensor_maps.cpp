@@ -26,6 +26,7 @@ struct Description {
 CUtensorMapDataType map_type(Dtype dtype) {
   return is_quantised(dtype)    ? CU_TENSOR_MAP_DATA_TYPE_UINT8
          : dtype == Dtype::bf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+         : dtype == Dtype::f32  ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
                                 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
 }
 
@@ -143,7 +144,7 @@ fa_status describe_bias(const Driver &driver, const Problem &p, CUtensorMap &map
                       .rank = 4,
                       .sizes = {p.k_lengths.max_len, p.q_lengths.max_len, p.heads_q, p.batch},
                       .strides = {t.row_stride, t.head_stride, t.batch_stride},
-                      .box = {64, 64, 1, 1}};
+                      .box = {static_cast<int32_t>(kAtomBytes / dtype_bytes(t.dtype)), 64, 1, 1}};
   return encode(driver, "bias", t.data, d, map, error);
 }
 

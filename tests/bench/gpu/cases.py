@@ -64,8 +64,9 @@ class Case:
         if self.option in SPARSE:
             visible, blocks = visible_blocks(self.option, self.seqlen_k)
             pairs *= visible / blocks
-        if self.option.removeprefix("score ") in MASKS:
-            pairs = self.batch * MASKS[self.option.removeprefix("score ")] * self.seqlen_k**2
+        for option in self.option.removeprefix("score ").split(" + "):
+            if option in MASKS:
+                pairs = self.batch * MASKS[option] * self.seqlen_k**2
         if self.option == WINDOW:  # causal
             outside = max(self.seqlen_k - WINDOW_LEFT, 0)
             pairs -= self.batch * outside * outside
@@ -105,8 +106,11 @@ MASKS = {"documents": 1 / DOCUMENTS, "prefix": 1 / PREFIX + (1 - 1 / PREFIX) ** 
 # ... of the section score: a score function compiled at run time (scores.py), and the built-in option that does the same, `same` in the table
 SCORES = {"score softcap": "softcap", "score alibi": "alibi", "score bias": "bias", "score relative": None, "score gate": None,
           "score documents": "documents"}
+# ... of the section mixtures: score terms together, and a bias of fp32
+FP32_BIAS = "fp32 bias"
+MIXTURES = (FP32_BIAS, "bias + dropout", "alibi + dropout", "bits + alibi")
 MAX_LOGIT = "max_logit"  # an option of the section masks, too
-SECTIONS = ("forward", "backward", "dims", "wide", "deterministic", "short", "general", "sparse", "masks", "score", "sm80", "decode",
+SECTIONS = ("forward", "backward", "dims", "wide", "deterministic", "short", "general", "mixtures", "sparse", "masks", "score", "sm80", "decode",
             "listed", "varlen", "same bits", "fp8", "fp32", "jvp")
 FP32 = "fp32"  # the section whose operands are fp32
 
@@ -176,6 +180,14 @@ def general(section: str, quick: bool, arch: int) -> List[Case]:
         square(section, direction, d, causal, n, option=option, arch=arch)
         for direction in ("forward", "backward") for d in (64, 128, 256) for causal in (False, True) for n in seqlens
         for option in OPTIONS
+    ]
+
+
+def mixtures(quick: bool) -> List[Case]:
+    return [
+        square("mixtures", direction, d, causal and "bits" not in option, n, option=option)
+        for direction in ("forward", "backward") for n in ((4096,) if quick else (2048, 4096)) for d in (64, 128)
+        for causal in (False, True) for option in MIXTURES if not (causal and "bits" in option)
     ]
 
 
@@ -331,6 +343,7 @@ def all_cases(sections, quick: bool, filters=()) -> List[Case]:
         "deterministic": lambda: deterministic(quick),
         "short": lambda: short(quick),
         "general": lambda: general("general", quick, 0),
+        "mixtures": lambda: mixtures(quick),
         "sparse": lambda: sparse(quick),
         "masks": lambda: masks(quick),
         "score": lambda: score(quick),

@@ -97,7 +97,8 @@ class Attention:
             self.kept.append(torch.stack(lists).to(torch.int32).view(*rows[:2], listed))
             a.kv_indices = tensor(self.kept[-1])
         self.bias = self.block_mask = None
-        self._set(option, q, k, pages, seed)
+        for one in option.split(" + "):
+            self._set(one, q, k, pages, seed)
         self.gradients = self.tangents = None
         info = self._query()
         self.kernel = info.kernel.decode()
@@ -116,8 +117,9 @@ class Attention:
         elif option == "alibi":
             self.kept.append(torch.tensor(cases.alibi_slopes(heads), device=q.device))
             a.alibi_slopes = tensor(self.kept[-1])
-        elif option == "bias":
-            self.bias = torch.randn(1, heads, seqlen_q, seqlen_k, device=q.device, dtype=q.dtype)
+        elif option in ("bias", cases.FP32_BIAS):
+            dtype = torch.float32 if option == cases.FP32_BIAS else q.dtype
+            self.bias = torch.randn(1, heads, seqlen_q, seqlen_k, device=q.device, dtype=dtype)
             a.bias = tensor(self.bias)
         elif option == "lengths":  # all of them, but the host does not know that
             self.kept.append(torch.full((q.shape[0],), seqlen_k * (pages.shape[1] if pages is not None else 1), dtype=torch.int32,

@@ -116,7 +116,8 @@ std::vector<Case> cases() {
         c.flags = scores == kPlain ? FA_FLAG_DETERMINISTIC : 0;
         c.own_workspace = scores == kEverything;  // memory that nothing has written: for initcheck
         // dout in a layout that TMA can read
-        if (scores == kPlain || scores == kUnordered || scores == kSmooth || (alone && scores != kLargest))
+        if (scores == kPlain || scores == kUnordered || scores == kSmooth || scores == kDropout ||
+            (alone && scores != kLargest))
           c.q.grad_layout = c.k.grad_layout = kBshd;
         const bool everything = scores == kEverything;
         if (everything || scores == kSmooth) {
@@ -131,6 +132,11 @@ std::vector<Case> cases() {
           c.nan_keys = 1;
         }
         if (everything || scores == kDropout || scores == kDropoutAlone) c.dropout = 0.1;
+        if (scores == kDropout) {  // beside a bias, and a block mask
+          c.bias_padded = 1;
+          c.bias_masked = 10;
+          c.bias_dtype = dtype == FA_FLOAT16 ? FA_FLOAT32 : 0;
+        }
         if (blocks) {
           c.k.seqlen = 300;
           c.block_q = c.block_k = scores == kBlocks ? 64 : 0;

@@ -40,8 +40,11 @@ namespace fa::cuda::sm90 {
 template <class C>
 class Backward : ProducerWarps<C> {
   using Base = ProducerWarps<C>;
+  using Base::again;
   using Base::bias_empty;
   using Base::bias_full;
+  using Base::bias_phase;
+  using Base::bias_stage;
   using Base::cta_;
   using Base::dout_empty;
   using Base::dout_full;
@@ -50,6 +53,8 @@ class Backward : ProducerWarps<C> {
   using Base::dq_warp;
   using Base::ds_empty;
   using Base::ds_full;
+  using Base::has_bias;
+  using Base::is_bias_fp32;
   using Base::k_empty;
   using Base::kTilesPerWorkStage;
   using Base::kWg0MaySkip;
@@ -63,6 +68,7 @@ class Backward : ProducerWarps<C> {
   using Base::release_work_tile;
   using Base::scheduler;
   using Base::smem_bias;
+  using Base::smem_bias_tile;
   using Base::smem_delta;
   using Base::smem_dout;
   using Base::smem_dq;
@@ -105,7 +111,7 @@ class Backward : ProducerWarps<C> {
         mbarrier_init(dout_full(n), 1);
         mbarrier_init(dout_empty(n), C::kConsumerWarpgroups * 4);
       }
-      if constexpr (C::kHasBias) {
+      if constexpr (C::kHasBias || C::kMixtures) {
         for (int n = 0; n < Storage::kBiasStages; ++n) {
           mbarrier_init(bias_full(n), 1);
           mbarrier_init(bias_empty(n), C::kConsumerWarpgroups * 4);
@@ -120,7 +126,7 @@ class Backward : ProducerWarps<C> {
       for (const CUtensorMap *map : {&cta_.params.k_map, &cta_.params.q_map, &cta_.params.lse_map, &cta_.params.v_map,
                                      &cta_.params.dout_map, &cta_.params.delta_map})
         tma_prefetch_descriptor(map);
-      if constexpr (C::kHasBias) tma_prefetch_descriptor(&cta_.params.bias_map);
+      if (C::kHasBias || (C::kMixtures && has_bias())) tma_prefetch_descriptor(&cta_.params.bias_map);
     }
     __syncthreads();
     if (threadIdx.x < 128) {
@@ -230,8 +236,13 @@ class Backward : ProducerWarps<C> {
           --q_tile;
         }
         if constexpr (C::kHasDataMask) {
+          // Kernels for mixtures have no register for a counter.
+          auto left = [&, left = C::kMixtures ? 0 : masked_tiles().visible[cta_.work_stage]]() mutable {
+            return C::kMixtures ? cta_.work().q_tiles_end - n : left--;
+          };
 #pragma unroll 1
-          for (int left = masked_tiles().visible[cta_.work_stage]; left > 0; --left) {
+          while (left() > 0) {
+            if constexpr (Base::kPipelineCounts) q_pipe.count = static_cast<uint32_t>(n);
             stage_ = uniform(q_pipe.stage());
             ds_stage_ = uniform(n & 1);
             iteration(q_pipe.phase(), n, 0);
@@ -366,7 +377,7 @@ class Backward : ProducerWarps<C> {
   __device__ __forceinline__ void iteration(uint32_t parity, int n, int q_tile) {
     // Before S = Q K^T is started there are registers for it; the other warpgroup's wgmmas run meanwhile.
     DroppedPairs<C::kTileQ> dropped;
-    if constexpr (C::kHasDropout) {
+    if constexpr (C::kHasDropout && !C::kMixtures) {
       const WorkTile &t = cta_.work();
       const int head_q = t.head_k * static_cast<int>(cta_.problem.group) + head_in_group_;
       dropped.draw(cta_.at(offsetof(Storage, dropout_key)), cta_.problem.dropout.threshold,
@@ -391,6 +402,21 @@ class Backward : ProducerWarps<C> {
         shown.set_all();
       }
     }
+    float offset[C::kMixtures ? C::kTileQ / 2 : 1], finite_bias = 0.f;
+    if constexpr (C::kMixtures) {
+      const int head_q = visited(n, &VisitedQTile::head_q);
+      if (drops()) {
+        const WorkTile &t = cta_.work();
+        dropped.draw(cta_.at(offsetof(Storage, dropout_key)), cta_.problem.dropout.threshold,
+                     static_cast<uint32_t>(t.batch * static_cast<int>(cta_.problem.heads_q) + head_q), q_tile * C::kTileQ,
+                     first_key() + cta_.warp * 16, cta_.lane);
+      }
+      if (has_bias()) mbarrier_wait(bias_full(bias_stage(n)), bias_phase(n));
+      cta_.make_offsets(offset, smem_lse(stage_),
+                        BiasColumns<Element>(smem_bias_tile(n), is_bias_fp32(), wg_, cta_.warp, cta_.lane), first_key(),
+                        q_tile * C::kTileQ, head_q, finite_bias);
+      if (has_bias()) release_bias(bias_stage(n));
+    }
     if constexpr (C::kDpParts > 1) {
       partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
       if constexpr (C::kHasDataMask) partial |= map_partial;
@@ -405,13 +431,17 @@ class Backward : ProducerWarps<C> {
       partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
       if constexpr (C::kHasDataMask) partial |= map_partial;
     }
-    if constexpr (C::kDpParts == 1) mbarrier_wait(dout_full(stage_), parity);
-    fence_operand(dp_);
-    wgmma_fence();
-    start_dp(0);
+    const auto start_first_dp = [&] {
+      if constexpr (C::kDpParts == 1) mbarrier_wait(dout_full(stage_), parity);
+      fence_operand(dp_);
+      wgmma_fence();
+      start_dp(0);
+    };
+    // Kernels for mixtures have no registers for it beside the offsets.
+    if constexpr (!C::kMixtures) start_first_dp();
     // For dq of the previous Q tile. The readers of dS fence, not the writers: behind store_ds() the fence would wait for this warp's stores.
     // Here it runs beside S and dP.
-    if (has_prev_) wait_ds_full(n - 1);
+    if (has_previous(n)) wait_ds_full(n - 1);
     bool nan_safe_prev = false;  // with one part it is read later: head_dim 128 has no register for it here
     if constexpr (C::kDpParts > 1 && C::kNanSafe) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
     fence_proxy_async();
@@ -421,7 +451,14 @@ class Backward : ProducerWarps<C> {
       take_bias(n, bias);
       masked = named_barrier_or(1 + wg_, 128, partial || bias.any_nonfinite());
     }
-    wgmma_wait<1>();
+    if constexpr (C::kMixtures) {
+      if (has_bias()) masked = named_barrier_or(1 + wg_, 128, partial || finite_bias != 0.f);
+      if (masked) {
+        if (has_bias()) shown.hide(offset, -CUDART_INF_F);  // a bias of -inf masks the pair
+        st_shared_4(smem_shown(), shown.word[0]);
+      }
+    }
+    wgmma_wait<C::kMixtures ? 0 : 1>();
     fence_operand(s_);
     float finite = 0.f;  // NaN if anything is not finite
     if (masked || C::kHasScoreText) finite = nan_if_nonfinite(s_);
@@ -431,6 +468,11 @@ class Backward : ProducerWarps<C> {
       if constexpr (C::kHasDataMask) head_q = visited(n, &VisitedQTile::head_q);
       const bool hidden = cta_.exponentiate_text(p16_, s_, smem_lse(stage_), head_q, first_key(), q_tile * C::kTileQ, partial);
       masked = named_barrier_or(1 + wg_, 128, partial || hidden);
+    } else if constexpr (C::kMixtures) {
+      cta_.exponentiate_mixture(p16_, s_, offset);
+      start_first_dp();
+      if (drops()) cta_.drop(p16_, s_, dropped);
+      q_tile = visited(n, &VisitedQTile::q_tile);  // again: it is not held in a register
     } else if constexpr (C::kHasBias) {
       cta_.exponentiate_biased(s_, smem_lse(stage_), bias);
     } else if constexpr (kPrefetchLse) {
@@ -443,7 +485,12 @@ class Backward : ProducerWarps<C> {
     }
     if (partial) cta_.mask_p(p16_, s_, first_key(), q_tile * C::kTileQ);
     if constexpr (C::kHasDataMask) {
-      if (partial) {
+      if constexpr (C::kMixtures) {
+        if (visited(n, &VisitedQTile::cell_codes) != VisitedQTile::kAllCellsFull) {
+          shown.word[0] = ld_shared_4(smem_shown());
+          shown.for_hidden(0, [&](int at) { cta_.mask_element(p16_, s_, at); });
+        }
+      } else if (partial) {
 #pragma unroll
         for (int w = 0; w < C::kTileQ / 64; ++w) shown.for_hidden(w, [&](int at) { s_[32 * w + at] = kMaskedP; });
       }
@@ -464,14 +511,22 @@ class Backward : ProducerWarps<C> {
       nan_safe = named_barrier_or(1 + wg_, 128, finite != 0.f);
     }
     if (C::kNanSafe && nan_safe) {
+      if constexpr (C::kMixtures) q_tile = visited(n, &VisitedQTile::q_tile);
       nan_safe_gradients(q_tile, n, shown);
     } else {
       gradients(n, partial, nan_safe_prev);
     }
     __syncwarp();
-    mbarrier_arrive_if(cta_.lane == 0, q_empty(stage_));
-    mbarrier_arrive_if(cta_.lane == 0, dout_empty(stage_));
+    mbarrier_arrive_if(cta_.lane == 0, q_empty(again(stage_)));
+    mbarrier_arrive_if(cta_.lane == 0, dout_empty(again(stage_)));
   }
+
+  // Kernels for mixtures: ShownPairs of this thread, where a pair may be masked. They have no register for it beside the exponentials.
+  __device__ __forceinline__ uint32_t smem_shown() const {
+    return cta_.at(offsetof(Storage, shown), static_cast<int>(threadIdx.x) - 128, 4);
+  }
+  // Whether anything is dropped: only kernels for mixtures have to ask.
+  __device__ __forceinline__ bool drops() const { return !C::kMixtures || cta_.problem.dropout.threshold > 0; }
 
   // Without a NaN-safe path: a hidden pair contributes a row of K, Q or dO multiplied by 0, and its dS has dP and delta in it. In a partial Q tile the threads
   // look at S and dS of all pairs; they are not finite where any of these is not. `finite`: NaN if one has been found.
@@ -541,7 +596,7 @@ class Backward : ProducerWarps<C> {
     wgmma_wait<1>();
     fence_operand(dq_);
     if (C::kNanSafe && nan_safe_prev) nan_safe_dq(smem_ds(ds_stage_ ^ 1));
-    store_dq(n - 1, has_prev_);
+    store_dq(n - 1, has_previous(n));
     wgmma_wait<0>();
     fence_operand(dv_);
     fence_operand(dk_);
@@ -553,6 +608,15 @@ class Backward : ProducerWarps<C> {
     fence_operand(dv_);
     wgmma_fence();
     cta_.template start_gradient<0, C::kTileQ / 16>(dv_, p16_, smem_dout(stage_), 0);
+  }
+
+  // Whether the work tile had a Q tile before iteration n. Kernels for mixtures have no register to hold it.
+  __device__ __forceinline__ bool has_previous(int n) const {
+    if constexpr (C::kMixtures) {
+      return n > cta_.work().q_tiles_end - masked_tiles().visible[again(cta_.work_stage)];
+    } else {
+      return has_prev_;
+    }
   }
 
   // Iteration n of a Q tile of which this warpgroup sees nothing: dq of the previous Q tile, and dS as if all pairs were
@@ -650,7 +714,7 @@ class Backward : ProducerWarps<C> {
   }
 
   // gradients() over the visible pairs alone.
-  __device__ __forceinline__ void nan_safe_gradients(int q_tile, int n, const ShownPairs<C::kTileQ> &shown) {
+  __device__ __forceinline__ void nan_safe_gradients(int q_tile, int n, ShownPairs<C::kTileQ> &shown) {
     const uint32_t ds = smem_ds(ds_stage_);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
     set_nan_safe();
@@ -658,6 +722,10 @@ class Backward : ProducerWarps<C> {
       cta_.mask_biased(s_, cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_, first_key(),
                        q_tile * C::kTileQ);
       convert_p<Element>(s_, p16_);
+    }
+    if constexpr (C::kMixtures) {
+      shown.word[0] = ld_shared_4(smem_shown());
+      shown.template for_hidden<true>(0, [&](int at) { cta_.mask_element(p16_, s_, at); });
     }
 #pragma unroll
     for (int part = 0; part < C::kDpParts; ++part) {
@@ -668,13 +736,13 @@ class Backward : ProducerWarps<C> {
       } else {
         cta_.mask_ds(dp_, first_key(), q_tile * C::kTileQ + part * 64);
       }
-      if constexpr (C::kHasDataMask) shown.for_hidden(part, [&](int at) { dp_[at] = kMaskedP; });
+      if constexpr (C::kHasDataMask) shown.template for_hidden<C::kMixtures>(part, [&](int at) { dp_[at] = kMaskedP; });
       convert_p<Element>(dp_, ds16_[part]);
       store_ds(ds, part);
       wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dk_, ds16_[part], smem_q(stage_) + part * 64 * 128, cta_.lane);
     }
     wgmma_rs_nan_safe<Element, C::kTileQ, C::kD>(dv_, p16_, smem_dout(stage_), cta_.lane);
-    if (!has_prev_) return;
+    if (!has_previous(n)) return;
     nan_safe_dq(smem_ds(ds_stage_ ^ 1));
     store_dq(n - 1, true);
   }

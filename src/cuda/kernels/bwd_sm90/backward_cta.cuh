@@ -264,6 +264,62 @@ struct BackwardCta {
     }
     return hidden;
   }
+  // For mixtures of score terms, in three steps. What is added to the logits of an S tile: bias and ALiBi minus lse. `bias`: BiasColumns, if the problem
+  // has one. Adds NaN to `finite` where a bias is not finite.
+  template <int kCount, class Bias>
+  __device__ __forceinline__ void make_offsets(float (&offset)[kCount], uint32_t smem_lse, const Bias &bias, int first_key,
+                                               int first_row, int head_q, float &finite) const {
+#pragma unroll
+    for (int j = 0; j < kCount / 4; ++j) {
+      const float2 lse = row_stat(smem_lse, j);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) offset[4 * j + r] = -((r & 1) ? lse.y : lse.x);
+    }
+    if (problem.bias.data != nullptr) bias.add(offset, kLog2e, finite);
+    if (has_offset(problem)) {
+      const HeadTerms head = head_terms(head_q);
+      const auto distance = static_cast<float>(first_row + 2 * (lane & 3) + work().seqlen_k - work().seqlen_q -
+                                               (first_key + warp * 16 + (lane >> 2)));
+      with_offset<kAlibi | kLogAlibi>(problem, Base2Math{params.raw}, [&](const auto &mods) {
+#pragma unroll
+        for (int n = 0; n < kCount; ++n)
+          offset[n] = mods.add_offset(offset[n], head, distance + static_cast<float>(8 * (n / 4) + (n & 1) - 8 * (n >> 1 & 1)));
+      });
+    }
+  }
+  // P, as exponentiate() makes it.
+  template <int kSteps>
+  __device__ __forceinline__ void exponentiate_mixture(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8],
+                                                       const float (&offset)[kSteps * 8]) const {
+    const Base2Math math{params.raw};
+    const auto exponentiate = [&](const auto &mods) {
+#pragma unroll
+      for (int n = 0; n < kSteps * 8; n += 2) {
+        float p[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float derivative;
+          p[e] = exp2_approx(mods.logit(s[n + e], offset[n + e], HeadTerms{}, 0.f, derivative));
+          s[n + e] = p[e] * derivative;
+        }
+        p16[n / 8][n % 8 / 2] = pack2<Element>(p[0], p[1]);
+      }
+    };
+    if (has_transform(problem)) {
+      exponentiate(ScoreMods<kSoftcap>{math, 0.f});
+    } else {
+      exponentiate(ScoreMods<kPlain>{math, 0.f});
+    }
+  }
+  // Where P is dropped it becomes 0 in p16, and negative in s.
+  template <int kSteps, class Dropped>
+  static __device__ __forceinline__ void drop(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], const Dropped &dropped) {
+#pragma unroll
+    for (int n = 0; n < kSteps * 8; ++n) {
+      uint32_t &pair = p16[n / 8][n % 8 / 2];
+      if (dropped.dropped(n)) s[n] = -s[n], pair &= n & 1 ? 0x0000FFFFu : 0xFFFF0000u;
+    }
+  }
   // With dropout: P is converted to 16 bits here, into p16, where dropped elements are 0. In s they are negative.
   template <int kSteps, class Dropped>
   __device__ __forceinline__ void exponentiate_dropped(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
@@ -317,13 +373,15 @@ struct BackwardCta {
   template <int kSteps>
   __device__ __forceinline__ void mask_p(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], int first_key,
                                          int first_row) const {
-    for_masked<kSteps * 16>(first_key, first_row, [&](int at) {
-      s[at] = kMaskedP;
-      if constexpr (C::kConvertsEarly) {
-        uint32_t &pair = p16[at / 8][at % 8 / 2];
-        pair = at & 1 ? (pair & 0xFFFFu) | kMaskedPBits << 16 : (pair & 0xFFFF0000u) | kMaskedPBits;
-      }
-    });
+    for_masked<kSteps * 16>(first_key, first_row, [&](int at) { mask_element(p16, s, at); });
+  }
+  template <int kSteps>
+  static __device__ __forceinline__ void mask_element(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], int at) {
+    s[at] = kMaskedP;
+    if constexpr (C::kConvertsEarly) {
+      uint32_t &pair = p16[at / 8][at % 8 / 2];
+      pair = at & 1 ? (pair & 0xFFFFu) | kMaskedPBits << 16 : (pair & 0xFFFF0000u) | kMaskedPBits;
+    }
   }
   // 0, or NaN if delta of any query of the Q tile is NaN or Inf, as it is where a row of out is.
   __device__ __forceinline__ float delta_nan_if_nonfinite(uint32_t smem_delta) const {
@@ -428,6 +486,7 @@ struct BackwardCta {
     if constexpr (!C::kHasDataMask) {
       return mine - first;
     } else {
+      if (C::kMixtures && !params.mask.given()) return mine - first;
       // With masks as data, those of them that the cell map shows. A lane has the 16 work tiles of a word.
       constexpr int kTilesOfWord = 32 * kCell / C::kTileKv;
       const DataMask &mask = params.mask;
@@ -472,6 +531,10 @@ struct BackwardCta {
                                             int warp = 0, int *visited = nullptr) const {
     if constexpr (C::kHasDataMask) {
       for (int left = masked_tiles().visible[work_stage]; left > 0; --left) {
+        if constexpr (C::kMixtures) {  // two registers less
+          *visited = work().q_tiles_end - left;
+          parity = *visited & 1;
+        }
         mbarrier_wait(full, parity);
         // One lane reads, the one that frees dq.
         const VisitedQTile &x = masked_tiles().visited[(*visited)++ % BackwardMaskedTiles::kVisited];

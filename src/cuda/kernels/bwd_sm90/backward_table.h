@@ -42,7 +42,8 @@ struct BackwardShape {
   constexpr bool scored() const { return scores != kPlain; }
   // Whether a kernel with a score text can be made of it, at run time.
   constexpr bool takes_score_text() const {
-    return design == Design::single_cta && nan_safe && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
+    return design == Design::single_cta && nan_safe && !takes_mixtures(scores) &&
+           ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
   }
   // CTAs, or clusters, take work tiles as long as there are any.
   constexpr bool persistent() const { return design != Design::cluster_p_smem && design != Design::separate; }
@@ -106,6 +107,8 @@ struct BackwardShape {
   X(d128d, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kDropout)                      \
   X(d64a, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kTileBias)                       \
   X(d128a, 128, 128, 2, 64, 2, 2, Design::single_cta, true, true, kTileBias)                     \
+  X(d64all, 64, 64, 2, 64, 3, 3, Design::single_cta, true, true, kAllByTiles)                    \
+  X(d128all, 128, 128, 2, 64, 2, 2, Design::single_cta, true, true, kAllByTiles)                 \
   X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, kSoftcapAlibi)        \
   X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kSoftcapAlibi)  \
   X(d320, 320, 320, 3, 64, 2, 6, Design::separate, true, true, kPlain)                           \

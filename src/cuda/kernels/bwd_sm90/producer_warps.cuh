@@ -11,14 +11,19 @@ template <class C>
 class ProducerWarps : protected SingleCta<C> {
  protected:
   using Base = SingleCta<C>;
+  using Base::again;
   using Base::Base;
   using Base::bias_empty;
   using Base::bias_full;
+  using Base::bias_phase;
+  using Base::bias_stage;
   using Base::cta_;
   using Base::dout_empty;
   using Base::dout_full;
   using Base::dq_empty;
   using Base::dq_full;
+  using Base::has_bias;
+  using Base::is_bias_fp32;
   using Base::k_empty;
   using Base::kTilesPerWorkStage;
   using Base::kWg0MaySkip;
@@ -30,6 +35,7 @@ class ProducerWarps : protected SingleCta<C> {
   using Base::q_full;
   using Base::release_work_tile;
   using Base::smem_bias;
+  using Base::smem_bias_tile;
   using Base::smem_delta;
   using Base::smem_dout;
   using Base::smem_dq;
@@ -100,9 +106,11 @@ class ProducerWarps : protected SingleCta<C> {
         WorkTile &next = cta_.work_tiles[work_index & 1];
         const int visible = more ? count_visible_q_tiles(next) : 0;
         if (cta_.lane == 0) {
-          masked_tiles().visible[work_index & 1] = visible;
+          masked_tiles().visible[again(work_index) & 1] = visible;
+          if constexpr (C::kMixtures)
+            next.q_tiles_end = visible + (work_index > 0 ? cta_.work_tiles[work_index & 1 ^ 1].q_tiles_end : 0);
           if (visible == 0) next.q_tile_begin = next.q_tile_end = 0;
-          mbarrier_arrive(work_full((work_index & 1)));
+          mbarrier_arrive(work_full(again(work_index) & 1));
         }
         __syncwarp();
       }
@@ -165,14 +173,18 @@ class ProducerWarps : protected SingleCta<C> {
     q_tile -= cta_.lane;
     uint32_t any = 0, codes = 0;
     bool full = true;
-    if (q_tile >= first) {
-      const int64_t word =
+    if (C::kMixtures && !mask.given()) {
+      any = q_tile >= first;
+    } else if (q_tile >= first) {
+      int64_t word =
           (mask.plane(t.batch, head_q) * mask.by_key.rows + t.key0 / kCell) * mask.by_key.words + q_tile * kCells / 32;
       const int shift = q_tile * kCells % 32;
 #pragma unroll 1
       for (int n = 0; n < C::kConsumerWarpgroups && t.key0 + n * kCell < t.seqlen_k; ++n) {
-        const uint32_t visible = mask.by_key.visible[word + n * mask.by_key.words] >> shift & kAllCells,
-                       partial = mask.by_key.partial[word + n * mask.by_key.words] >> shift & kAllCells;
+        if (C::kMixtures && n > 0) word += mask.by_key.words;
+        const int64_t at = C::kMixtures ? word : word + n * mask.by_key.words;
+        const uint32_t visible = mask.by_key.visible[at] >> shift & kAllCells,
+                       partial = mask.by_key.partial[at] >> shift & kAllCells;
         any |= visible;
         full = full && visible == kAllCells && partial == 0;
 #pragma unroll
@@ -215,6 +227,7 @@ class ProducerWarps : protected SingleCta<C> {
     }
     for (int work_index = 0; next_work_tile(work_index); ++work_index) {
       cta_.reduce_dq(partial, smem_dq(partial), dq_full(partial), dq_empty(partial), parity, 0, &visited);
+      if constexpr (C::kMixtures) work_index = cta_.work().work_index;  // not held in a register
       release_work_tile(work_index);
     }
     bulk_wait_group();
@@ -236,7 +249,7 @@ class ProducerWarps : protected SingleCta<C> {
         load_q_tiles(q_pipe, work_index, visited);
       }
       mbarrier_arrive_if(cta_.lane == 0, loads_issued());
-      release_work_tile(work_index);
+      release_work_tile(again(work_index));
     }
   }
 
@@ -244,16 +257,16 @@ class ProducerWarps : protected SingleCta<C> {
   // towards the barriers of the first Q and dO: `q_full`, `dout_full`.
   __device__ __forceinline__ void load_kv(int work_index, uint32_t q_full, uint32_t dout_full) const {
     const int stage = work_index % C::kKvStages;
-    load_keys<64>(smem_v(stage), cta_.params.v_map, dout_full, v_empty(stage), work_index);
-    load_keys<C::kKeyColumns>(smem_k(stage), cta_.params.k_map, q_full, k_empty(stage), work_index);
+    load_keys<C::kAtoms, 64>(smem_v(stage), cta_.params.v_map, dout_full, v_empty(stage), work_index);
+    load_keys<C::kKeyAtoms, C::kKeyColumns>(smem_k(stage), cta_.params.k_map, q_full, k_empty(stage), work_index);
   }
   // kColumns: used columns of a swizzle atom.
-  template <int kColumns>
+  template <int kAtoms, int kColumns>
   __device__ __forceinline__ void load_keys(uint32_t tile, const CUtensorMap &map, uint32_t full, uint32_t empty,
                                             int work_index) const {
     wait_empty(empty, work_index);
     if (elect_one())
-      cta_.template load_tile<C::kTileKv, C::kAtoms, kColumns>(
+      cta_.template load_tile<C::kTileKv, kAtoms, kColumns>(
           tile, map, full, cta_.work().k_start + cta_.work().key0, cta_.work().head_k,
           cta_.problem.k_lengths.cu != nullptr ? 0 : cta_.work().batch, kEvictFirst);
   }
@@ -265,16 +278,25 @@ class ProducerWarps : protected SingleCta<C> {
   template <typename F>
   __device__ __forceinline__ void for_each_q_tile(F f) const {
     const WorkTile &t = cta_.work();
+    const auto for_each_visible = [&](int head_q) {
+      for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32) {
+        QTileBits tiles = q_tiles_from(t, head_q, q_tile, t.q_tile_begin);
+        for (; tiles.visible != 0; tiles.visible &= tiles.visible - 1) {
+          const int n = __ffs(static_cast<int>(tiles.visible)) - 1;
+          f(head_q, q_tile - n, __shfl_sync(~0u, tiles.cell_codes, n));
+        }
+      }
+    };
+    if constexpr (C::kMixtures) {  // one register less
+      for (int head_q = t.head_k * static_cast<int>(cta_.problem.group);
+           head_q < (t.head_k + 1) * static_cast<int>(cta_.problem.group); ++head_q)
+        for_each_visible(head_q);
+      return;
+    }
     for (int g = 0; g < static_cast<int>(cta_.problem.group); ++g) {
       const int head_q = t.head_k * static_cast<int>(cta_.problem.group) + g;
       if constexpr (C::kHasDataMask) {
-        for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32) {
-          QTileBits tiles = q_tiles_from(t, head_q, q_tile, t.q_tile_begin);
-          for (; tiles.visible != 0; tiles.visible &= tiles.visible - 1) {
-            const int n = __ffs(static_cast<int>(tiles.visible)) - 1;
-            f(head_q, q_tile - n, __shfl_sync(~0u, tiles.cell_codes, n));
-          }
-        }
+        for_each_visible(head_q);
       } else {
         const auto q_tile_at = cta_.rotated_q_tiles();
         for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, q_tile_at(i), VisitedQTile::kAllCellsFull);
@@ -285,12 +307,20 @@ class ProducerWarps : protected SingleCta<C> {
   __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, int work_index, int &visited) const {
     const bool packed = cta_.problem.q_lengths.cu != nullptr;
     bool first = true;
+    // Which of all Q tiles it is. Kernels for mixtures have no register for `visited` where the pipeline counts the same.
+    const auto number = [&]([[maybe_unused]] int visited) {
+      if constexpr (Base::kPipelineCounts) {
+        return static_cast<int>(q_pipe.count);
+      } else {
+        return visited;
+      }
+    };
     for_each_q_tile([&](int head_q, int q_tile, [[maybe_unused]] uint32_t cell_codes) {
       const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
       mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
       if (elect_one()) {
         if constexpr (C::kHasDataMask)
-          masked_tiles().visited[visited % BackwardMaskedTiles::kVisited] = {q_tile, head_q, cell_codes};
+          masked_tiles().visited[number(visited) % BackwardMaskedTiles::kVisited] = {q_tile, head_q, cell_codes};
         mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes + (first ? C::kKBytes : 0));
         cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
                                            batch, kEvictLast);
@@ -306,7 +336,7 @@ class ProducerWarps : protected SingleCta<C> {
                     cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
       mbarrier_wait(dout_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
       if (elect_one()) {
-        mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes + (first ? C::kKBytes : 0));
+        mbarrier_arrive_expect_tx(dout_full(q_pipe.stage()), C::kQBytes + C::kStatBytes + (first ? C::kVBytes : 0));
         cta_.template load_tile<C::kTileQ>(smem_dout(q_pipe.stage()), cta_.params.dout_map, dout_full(q_pipe.stage()), row,
                                            head_q, batch, kEvictLast);
         tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0,
@@ -314,12 +344,28 @@ class ProducerWarps : protected SingleCta<C> {
       }
       if (first && work_index > 0) load_kv(work_index, q_full(q_pipe.stage()), dout_full(q_pipe.stage()));
       if constexpr (C::kHasBias) load_bias(visited, head_q, q_tile);
+      if constexpr (C::kMixtures) {
+        if (has_bias()) load_bias_of_mixture(number(visited));
+      }
       first = false;
       q_pipe.advance();
       ++visited;
     });
   }
 
+  // Loads the bias of iteration n, of either dtype, in boxes of 128 bytes of keys by 64 queries.
+  __device__ __forceinline__ void load_bias_of_mixture(int n) const {
+    mbarrier_wait(bias_empty(bias_stage(n)), bias_phase(n) ^ 1);
+    if (!elect_one()) return;
+    // The lane has written it.
+    const VisitedQTile &x = masked_tiles().visited[n % BackwardMaskedTiles::kVisited];
+    const int box_keys = is_bias_fp32() ? 32 : 64;
+    mbarrier_arrive_expect_tx(bias_full(bias_stage(n)), C::kTileKv / box_keys * 64 * 128);
+#pragma unroll 1
+    for (int key = 0; key < C::kTileKv; key += box_keys)
+      tma_load_4d(smem_bias_tile(n) + key / box_keys * 64 * 128, &cta_.params.bias_map, bias_full(bias_stage(n)),
+                  cta_.work().key0 + key, x.q_tile * C::kTileQ, x.head_q, cta_.work().batch, kEvictNormal);
+  }
   // Loads the bias of iteration n.
   __device__ __forceinline__ void load_bias(int n, int head_q, int q_tile) const {
     const int stage = n % Storage::kBiasStages;

@@ -61,22 +61,38 @@ template <int kTileKv, int kTileQ, int kStages>
 struct BackwardBiasTiles {
   alignas(1024) uint16_t tile[kStages][kTileKv / 64][kTileQ][64];
 };
+// For mixtures, of 16 bits as above, or of fp32, [32 keys each][query][32 keys]. Memory for two tiles of 16 bits, or at head_dim 64 of fp32.
+template <int kBytes>
+struct BackwardBiasMemory {
+  alignas(1024) char tile[kBytes];
+};
 struct NoBackwardBias {};
+
+// For mixtures: which of a thread's pairs masks as data show.
+template <int kConsumerWarpgroups>
+struct BackwardShownPairs {
+  uint32_t word[kConsumerWarpgroups * 128];
+};
+struct NoBackwardShownPairs {};
 
 // backward.cuh: two consumer warpgroups of 64 keys each, Q tiles of kTileQ queries.
 template <int kD, int kConsumerWarpgroups, int kTileQ, int kStages, ScoreSet kScores>
 struct SingleCtaStorage {
   static constexpr int kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
+  static constexpr bool kMixtures = takes_mixtures(kScores);
   static constexpr int kBiasStages = kTileQ == 64 ? 2 : 1;  // as there is room
+  static constexpr int kBiasTileBytes = kTileKv * kTileQ * 2, kBiasBytes = (kD <= 64 ? 4 : 2) * kBiasTileBytes;
 
   // Stages of K and V: a second one, for the next work tile, where there is room.
+  // With Q tiles of 64 queries the columns of a warpgroup's dq lie in one swizzle atom of K: at head_dim 64 of 32 columns.
+  static constexpr int kKeyAtoms = kD <= 64 && kTileQ == 64 ? 2 : kAtoms;
   static constexpr int kKvBytes = kTileKv * kAtoms * 128, kKvStages = kD <= 64 && kScores == kPlain ? 2 : 1;
 
-  char k[kKvStages][kKvBytes];                // (kTileKv, kD)
-  char v[kKvStages][kKvBytes];                // (kTileKv, kD)
-  char q[kStages][kTileQ * kAtoms * 128];     // (kTileQ, kD)
-  char dout[kStages][kTileQ * kAtoms * 128];  // (kTileQ, kD)
-  char ds[2][kTileKv * kTileQ * 2];           // dS^T (kTileKv, kTileQ), of this Q tile and of the previous one
+  char k[kKvStages][kTileKv * kKeyAtoms * 128];  // (kTileKv, kD)
+  char v[kKvStages][kKvBytes];                   // (kTileKv, kD)
+  char q[kStages][kTileQ * kAtoms * 128];        // (kTileQ, kD)
+  char dout[kStages][kTileQ * kAtoms * 128];     // (kTileQ, kD)
+  char ds[2][kTileKv * kTileQ * 2];              // dS^T (kTileKv, kTileQ), of this Q tile and of the previous one
   float dq[kConsumerWarpgroups][kTileQ * kD / kConsumerWarpgroups];  // partials, in the layout of the accumulators
   static constexpr int kStats = (kTileQ + 31) / 32 * 32;             // TMA writes to multiples of 128 bytes
   float lse[kStages][kStats], delta[kStages][kStats];
@@ -89,9 +105,12 @@ struct SingleCtaStorage {
   WorkTile work_tiles[2][2];  // two stages; one for each consumer warpgroup
   std::conditional_t<(kScores & kDataMask) != 0, BackwardMaskedTiles, NoBackwardMaskedTiles> masked_tiles;
   alignas(16) std::conditional_t<(kScores & kDropout) != 0, DropoutStorage, NoDropout> dropout_key;
-  static constexpr bool kHasBias = (kScores & kTileBias) != 0;
+  std::conditional_t<kMixtures, BackwardShownPairs<kConsumerWarpgroups>, NoBackwardShownPairs> shown;
+  static constexpr bool kHasBias = (kScores & kTileBias) != 0;  // with kMixtures: perhaps
   std::conditional_t<kHasBias, BackwardBiasBarriers<kBiasStages>, NoBackwardBias> bias_barriers;
-  std::conditional_t<kHasBias, BackwardBiasTiles<kTileKv, kTileQ, kBiasStages>, NoBackwardBias> bias;
+  std::conditional_t<kMixtures, BackwardBiasMemory<kBiasBytes>,
+                     std::conditional_t<kHasBias, BackwardBiasTiles<kTileKv, kTileQ, kBiasStages>, NoBackwardBias>>
+      bias;
 };
 
 }  // namespace fa::cuda::sm90

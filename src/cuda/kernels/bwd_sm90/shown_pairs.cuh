@@ -59,14 +59,28 @@ struct ShownPairs {
     }
   }
 
-  // Calls f(n) for the elements of 64 queries, those of word w, that are hidden.
-  template <typename F>
+  // Hides the pairs of which the element of an accumulator is `hidden`.
+  __device__ __forceinline__ void hide(const float (&x)[32], float hidden) {
+    static_assert(kWords == 1);
+#pragma unroll
+    for (int n = 0; n < 32; ++n)
+      if (x[n] == hidden) word[0] &= ~(1u << bit(n));
+  }
+
+  // Calls f(n) for the elements of 64 queries, those of word w, that are hidden. kFewAtOnce: where there are no registers to test many at once.
+  template <bool kFewAtOnce = false, typename F>
   __device__ __forceinline__ void for_hidden(int w, F f) const {
+    uint32_t bits = word[w];
 #pragma unroll
     for (int n = 0; n < 32; ++n) {
-      if ((word[w] >> (16 * (n >> 1 & 1) + 2 * (n / 4) + (n & 1)) & 1) == 0) f(n);
+      if (kFewAtOnce && n % 4 == 0) asm volatile("" : "+r"(bits));
+      if ((bits >> bit(n) & 1) == 0) f(n);
     }
   }
+
+ private:
+  // Of element n of 64 queries.
+  static constexpr __device__ __forceinline__ int bit(int n) { return 16 * (n >> 1 & 1) + 2 * (n / 4) + (n & 1); }
 };
 
 }  // namespace fa::cuda::sm90

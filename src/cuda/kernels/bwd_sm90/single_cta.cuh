@@ -14,14 +14,18 @@ struct BackwardConfig {
   static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = (kScores & (kSoftcap | kAlibi)) != 0, kHasDataMask = (kScores & kDataMask) != 0;
-  static constexpr bool kHasDropout = (kScores & kDropout) != 0, kHasBias = (kScores & kTileBias) != 0;
+  static constexpr bool kMixtures = takes_mixtures(kScores);  // which terms the problem has is known at run time
+  static constexpr bool kHasDropout = (kScores & kDropout) != 0, kHasBias = (kScores & kTileBias) != 0 && !kMixtures;
   static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
   static constexpr bool kConvertsEarly = kScored || kHasDropout || kHasScoreText;  // P, in exponentiate()
   static constexpr bool kRotates = kScores == kPlain;  // main loops without masked pairs begin with Q tiles of their own
   static constexpr bool kSplitTail =
       kScores == kPlain;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
-  static constexpr int kConsumerThreads = kConsumerWarpgroups * 128, kConsumerRegisters = 240, kProducerRegisters = 24;
+  static constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
+  // Producer warps of kernels for mixtures need more where consumers can spare some.
+  static constexpr bool kSparesRegisters = kMixtures && kD <= 64;
+  static constexpr int kConsumerRegisters = kSparesRegisters ? 232 : 240, kProducerRegisters = kSparesRegisters ? 40 : 24;
   static constexpr bool kLaneFromShuffle = !kConvertsEarly && !kHasBias;  // the scored kernels would spill it
   // Without it there is no NaN-safe path: the kernel sets a flag where one would be needed.
   static constexpr bool kNanSafe = kNanSafe_;
@@ -36,12 +40,12 @@ struct BackwardConfig {
   // would lose 2 % by it.
   static constexpr int kTilesPerWorkStage = kTileQ == 64 && !kHasDataMask ? 2 : 1;
   static constexpr int kDqPartials = kConsumerWarpgroups, kDqPartialBytes = sizeof(Storage::dq[0]);
-  static constexpr int kKBytes = Storage::kKvBytes, kKvStages = Storage::kKvStages, kQBytes = sizeof(Storage::q[0]),
-                       kStatBytes = kTileQ * sizeof(float);
+  static constexpr int kKBytes = sizeof(Storage::k[0]), kVBytes = sizeof(Storage::v[0]), kKvStages = Storage::kKvStages,
+                       kQBytes = sizeof(Storage::q[0]), kStatBytes = kTileQ * sizeof(float);
   static constexpr int kBiasBytes = kTileKv * kTileQ * 2;
   // Columns of K in a swizzle atom: at head_dim 96 an atom holds 48 of 64, so that the columns of a warpgroup's dq lie in one
   // atom.
-  static constexpr int kKeyColumns = kD / kAtoms;
+  static constexpr int kKeyAtoms = Storage::kKeyAtoms, kKeyColumns = kD / kKeyAtoms;
   // TMA may store dk and dv. Each warp stages its 16 keys of dv where V was, and those of dk where its dq was.
   static constexpr bool kStagesDkv = stages_dkv(kD, kNanSafe, kScores);
   static_assert(!kStagesDkv ||
@@ -63,7 +67,7 @@ class SingleCta {
 
   using Storage = typename C::Storage;
   __device__ __forceinline__ uint32_t smem_k(int n) const { return cta_.at(offsetof(Storage, k), n, C::kKBytes); }
-  __device__ __forceinline__ uint32_t smem_v(int n) const { return cta_.at(offsetof(Storage, v), n, C::kKBytes); }
+  __device__ __forceinline__ uint32_t smem_v(int n) const { return cta_.at(offsetof(Storage, v), n, C::kVBytes); }
   __device__ __forceinline__ uint32_t smem_q(int n) const { return cta_.at(offsetof(Storage, q), n, sizeof(Storage::q[0])); }
   __device__ __forceinline__ uint32_t smem_dout(int n) const {
     return cta_.at(offsetof(Storage, dout), n, sizeof(Storage::dout[0]));
@@ -115,6 +119,18 @@ class SingleCta {
   __device__ __forceinline__ uint32_t smem_bias(int n, int wg) const {
     return cta_.at(offsetof(Storage, bias.tile), n * C::kConsumerWarpgroups + wg, C::kBiasBytes / C::kConsumerWarpgroups);
   }
+  // Kernels for mixtures: whether the problem has a bias, and of fp32; the tile of iteration n, and its stage and phase.
+  __device__ __forceinline__ bool has_bias() const { return cta_.problem.bias.data != nullptr; }
+  __device__ __forceinline__ bool is_bias_fp32() const { return cta_.problem.bias.dtype == Dtype::f32; }
+  __device__ __forceinline__ int second_bias_stage() const {  // 1, or 0 without one
+    static_assert(!C::kMixtures || Storage::kBiasStages == 2);
+    return Storage::kBiasBytes >= 4 * Storage::kBiasTileBytes || opaque(is_bias_fp32()) == 0;  // opaque: not held in a register
+  }
+  __device__ __forceinline__ int bias_stage(int n) const { return n & second_bias_stage(); }
+  __device__ __forceinline__ uint32_t bias_phase(int n) const { return n >> second_bias_stage() & 1; }
+  __device__ __forceinline__ uint32_t smem_bias_tile(int n) const {
+    return cta_.at(offsetof(Storage, bias.tile), bias_stage(n), (is_bias_fp32() ? 2 : 1) * Storage::kBiasTileBytes);
+  }
   __device__ __forceinline__ uint32_t bias_full(int n) const {
     return cta_.at(offsetof(Storage, bias_barriers.full), n, sizeof(Mbarrier));
   }
@@ -123,6 +139,8 @@ class SingleCta {
   }
 
   using QPipeline = PipelineState<C::kStages>;
+  // Whether the state of the Q pipeline is the number of Q tiles so far, which then needs no register of its own.
+  static constexpr bool kPipelineCounts = C::kMixtures && (C::kStages & (C::kStages - 1)) == 0;
 
   // ------------------------------------------------------------------------------------------------------------------
   // Work tiles of this CTA: work_index 0, 1, ...
@@ -141,6 +159,9 @@ class SingleCta {
     return __shfl_sync(~0u, cta_.lane == 0 ? masked_tiles().visited[n % BackwardMaskedTiles::kVisited].*member : T{}, 0);
   }
   __device__ __forceinline__ BackwardMaskedTiles &masked_tiles() const { return cta_.masked_tiles(); }
+
+  // Kernels for mixtures are short of registers: what is computed from a number is computed again, not held.
+  static __device__ __forceinline__ int again(int n) { return C::kMixtures ? opaque(n) : n; }
 
   __device__ __forceinline__ bool next_work_tile(int work_index) {
     mbarrier_wait(work_full(work_index & 1), work_index >> 1 & 1);

@@ -233,25 +233,9 @@ class TileScoreMods {
                          (key0 + Fragment::first_key(rows.lane)) * t.col_stride;
       if (kMasked || !rows.a.pair_bias) {
         const uint32_t bits = kMasked ? visible(rows, r, key0) : ~0u;
-#pragma unroll
-        for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
-          float &x = element(s, Fragment::at(r, m));
-          if (bits >> m & 1)
-            x = add_bias<kMasked>(x, load_score(t, at + Fragment::key(Fragment::at(r, m)) * t.col_stride), raw.logit);
-        }
-      } else if (t.dtype == Dtype::f32) {
-        const auto *pairs = reinterpret_cast<const float2 *>(static_cast<const float *>(t.data) + at);
-#pragma unroll
-        for (int j = 0; j < kNt; ++j) {
-          const float2 bias = pairs[4 * j];
-          float *x = &s[r / 2][j][r % 2 * 2];
-          x[0] = add_bias<false>(x[0], bias.x, raw.logit);
-          x[1] = add_bias<false>(x[1], bias.y, raw.logit);
-        }
+        add_row_bias<Fragment, kMasked>(s, r, t, at, bits, raw);
       } else {
-        const auto *pairs = reinterpret_cast<const uint32_t *>(static_cast<const Element *>(t.data) + at);
-#pragma unroll
-        for (int j = 0; j < kNt; ++j) add_pair<false>(&s[r / 2][j][r % 2 * 2], pairs[4 * j], raw);
+        add_row_bias_pairs<Fragment, Element>(s, r, t, at, raw);
       }
     }
   }

@@ -112,12 +112,15 @@ class Consumer {
         }
         if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
         if constexpr (C::kHasMaxLogit) head_max_.begin();
-        if constexpr (C::kHasDropout) dropout_.begin(t, smem_.dropout_head(work_.stage()));
+        if constexpr (C::kHasDropout && !C::kMixtures) dropout_.begin(t, smem_.dropout_head(work_.stage()));
         for (int n = 0; n < begin; ++n) skip_k();
       }
       int i = begin;
       if constexpr (C::kFewCopies) {
-        const int end = has_work ? sm90::unmasked_begin(t, begin, masked_end) : begin + 1;
+        int end = has_work ? sm90::unmasked_begin(t, begin, masked_end) : begin + 1;
+        if constexpr (C::kMixtures) {
+          if (has_work && bias_.given() && !bias_.staged()) end = kv_tiles;
+        }
 #pragma unroll 1
         do {
           const bool first = i == begin;
@@ -299,7 +302,7 @@ class Consumer {
     if (!kEarlyK) wait_v();
     fence_operands();
     issue_qk();
-    if constexpr (C::kHasDropout) dropout_.draw(first_key(t, i, /*released=*/false));
+    draw_dropout(t, i);
     // While the wgmmas run.
     if (kSpareRegisters && !C::kHasDataMask && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);
     if (kEarlyK) wait_v();
@@ -314,6 +317,13 @@ class Consumer {
       bias_.release();
     }
     if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
+    if constexpr (C::kMixtures) {
+      if (bias_.staged()) {
+        bias_.add_staged(s_);
+      } else if (bias_.given()) {
+        bias_.add_global(t, bias_batch(), first_key(t, i, /*released=*/true), s_);
+      }
+    }
     if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/false>(t, first_key(t, i, /*released=*/true), masked);
     if (masked) {
       if (!kSpareRegisters && !C::kHasDataMask) find_visible(t, first_key(t, i, /*released=*/true), visible);
@@ -336,12 +346,9 @@ class Consumer {
     }
     fence_operands();
     issue_qk();
-    if constexpr (C::kHasDropout)
-      dropout_.draw(first_key(t, i, /*released=*/false));  // before issue_pv(), which holds the warp
-    if (kEarlyK) {
-      mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
-      wgmma_fence();
-    }
+    draw_dropout(t, i);  // before issue_pv(), which holds the warp
+    if (kEarlyK) mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
+    if (kEarlyK || C::kMixtures) wgmma_fence();
     issue_pv(first_pv);
     wgmma_wait<1>();
     fence_operand(s_);
@@ -353,6 +360,9 @@ class Consumer {
     }
     if (kEarlyK && !last) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
+    if constexpr (C::kMixtures) {
+      if (bias_.staged()) bias_.add_staged(s_);
+    }
     if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/true>(t, first_key(t, i, /*released=*/true), /*masked=*/false);
     float sum[2] = {0.f, 0.f};
     bool rescaled;  // out must be multiplied by softmax_.rescale
@@ -415,8 +425,10 @@ class Consumer {
   // the last two.
   __device__ __forceinline__ void finalize() {
     softmax_.reduce_sums();
-    if constexpr (C::kHasMaxLogit)
-      head_max_.store(a_, smem_.work_tile(work_.stage()).head_q, at_.lane, smem_.max_logit_before(work_.stage()));
+    if constexpr (C::kHasMaxLogit) {
+      if (finds_max_logit())
+        head_max_.store(a_, smem_.work_tile(work_.stage()).head_q, at_.lane, smem_.max_logit_before(work_.stage()));
+    }
     if constexpr (C::kFp8) promotion_.finalize(softmax_.max);
     if constexpr (!C::kFewCopies) epilogue_.finalize_rows(smem_.work_tile(work_.stage()), softmax_.max, softmax_.sum);
     if constexpr (C::kFewCopies) {
@@ -483,6 +495,22 @@ class Consumer {
   // Softmax
   // ------------------------------------------------------------------------------------------------------------------
 
+  // Dropout bits of the KV tile of iteration i, which has not left its stage of K.
+  __device__ __forceinline__ void draw_dropout(const WorkTile &t, int i) {
+    if constexpr (C::kMixtures) {
+      if (dropout_.drops()) dropout_.draw(t, smem_.dropout_tile(work_.stage()), first_key(t, i, /*released=*/false));
+    } else if constexpr (C::kHasDropout) {
+      dropout_.draw(first_key(t, i, /*released=*/false));
+    }
+  }
+
+  // Kernels for mixtures: the batch entry of the work tile.
+  __device__ __forceinline__ int bias_batch() const { return smem_.masked_tiles(work_.stage()).batch; }
+  // Whether max_logit is asked for: only kernels for mixtures have to ask.
+  __device__ __forceinline__ bool finds_max_logit() const {
+    return C::kHasMaxLogit && (!C::kMixtures || a_.max_logit != nullptr);
+  }
+
   // Softcap and ALiBi. The tile's first key is key0.
   __device__ __forceinline__ void apply_score_mod(const WorkTile &t, int key0) {
     const int diagonal = t.seqlen_k - t.seqlen_q - key0 - Fragment::first_key(at_.lane);
@@ -534,11 +562,11 @@ class Consumer {
       visible[r] = visible_bits<Fragment>(keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, at_.row(t, r)), key0, at_.lane);
     if constexpr (C::kHasDataMask) {
       constexpr int kCells = C::kKeys / kCell;
+      // Unrolled: behind a loop without wgmma the compiler no longer takes the pipelines' stages for uniform, and an iteration without masks moves every
+      // descriptor to uniform registers. Kernels for mixtures have no registers for it.
       uint32_t codes = ~0u;  // every cell visible and partial
       if constexpr (C::kHasCellCodes) codes = __shfl_sync(~0u, at_.lane == 0 ? smem_.cell_codes(k_.stage(), k_.phase()) : 0, 0);
-        // Unrolled: behind a loop without wgmma the compiler no longer takes the pipelines' stages for uniform, and an iteration without masks moves every
-        // descriptor to uniform registers.
-#pragma unroll
+#pragma unroll(C::kMixtures ? 1 : 2 * kCells)
       for (int n = 0; n < 2 * kCells; ++n) {
         const int r = n & 1, cell = n >> 1;
         const uint32_t code = codes >> 2 * (at_.wg * kCells + cell) & 3;
@@ -548,7 +576,9 @@ class Consumer {
                                                  key0 + cell * kCell);
           hidden ^= qk_fragment_bits(keys, at_.lane);
         }
-        visible[r] &= ~(hidden << 16 * cell);
+        hidden <<= 16 * cell;
+        visible[0] &= ~(r == 0 ? hidden : 0);
+        visible[1] &= ~(r == 1 ? hidden : 0);
       }
     }
   }
@@ -566,6 +596,9 @@ class Consumer {
 
   // P is made 2^p_exponent() larger.
   __device__ __forceinline__ float p_exponent() const { return C::kHasDropout ? a_.p_exponent : kPExponent; }
+  __device__ __forceinline__ float rescale_threshold() const {
+    return C::kHasDropout ? a_.dropout_threshold : kRescaleThreshold;
+  }
   // The largest sum of a lane's P of one row with which an unmasked iteration keeps its maximum.
   __device__ __forceinline__ float max_lane_sum() const {
     return C::kHasDropout ? exp2_approx(a_.dropout_threshold) : kMaxLaneSum;
@@ -573,12 +606,12 @@ class Consumer {
 
   // Raises the maximum if necessary, and turns S into P in place. Returns whether out must be multiplied by softmax_.rescale.
   __device__ __forceinline__ bool update_max_and_exponentiate() {
-    if constexpr (C::kHasMaxLogit) head_max_.add_scores(softmax_, s_, scale());
+    if (finds_max_logit()) head_max_.add_scores(softmax_, s_, scale());
     bool rescaled;
     if constexpr (C::kMasksByScore) {
       rescaled = update_max_rounded_up();
     } else {
-      rescaled = softmax_.update_max(s_, scale(), C::kHasDropout ? a_.dropout_threshold : kRescaleThreshold, p_exponent());
+      rescaled = softmax_.update_max(s_, scale(), rescale_threshold(), p_exponent());
     }
     float sum[2];
     softmax_.template exponentiate</*kMasked=*/false>(s_, scale(), sum);
@@ -595,12 +628,12 @@ class Consumer {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       top[r] = __fmul_ru(softmax_.largest(s_, r), scale());
-      exceeds |= top[r] - kRescaleThreshold > softmax_.max[r];
+      exceeds |= top[r] - rescale_threshold() > softmax_.max[r];
     }
     if (!__any_sync(~0u, exceeds)) return false;
     Fragment::reduce(top, MaxOp{});
 #pragma unroll
-    for (int r = 0; r < 2; ++r) softmax_.raise(r, top[r]);
+    for (int r = 0; r < 2; ++r) softmax_.raise(r, top[r] - p_exponent());
     return true;
   }
 
@@ -685,7 +718,9 @@ class Consumer {
         }
       } else {
         fa::cuda::convert_p<Element>(s_, n, p_operand_[n]);
-        if constexpr (C::kHasDropout) dropout_.drop(p_operand_[n], n);
+        if constexpr (C::kHasDropout) {
+          if (dropout_.drops()) dropout_.drop(p_operand_[n], n);
+        }
       }
     }
   }
@@ -698,7 +733,7 @@ class Consumer {
   Promotion<C> promotion_;
   DropoutBits<C> dropout_;
   HeadMax<C> head_max_;
-  std::conditional_t<C::kHasBias, BiasTile<C>, NoBiasTile> bias_;
+  std::conditional_t<C::kMixtures, MixtureBias<C>, std::conditional_t<C::kHasBias, BiasTile<C>, NoBiasTile>> bias_;
   Epilogue<C> epilogue_;
   OnlineSoftmax<Fragment> softmax_;
   float scale_;  // fp8: the factor from S to exponents of two, of this work tile

@@ -23,23 +23,28 @@ struct ForwardConfig {
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kSameBits = kSameBits_;  // FA_FLAG_SAME_BITS: segments of keys (segments.cuh)
-  static constexpr bool kSkipsLeftPadding = !kSameBits && skips_left_padding(kConsumerWarpgroups, kFp8);
+  static constexpr bool kSkipsLeftPadding = !kSameBits && skips_left_padding(kConsumerWarpgroups, kFp8, kScores);
   static constexpr bool kHasScoreMod = (kScores & kSoftcap) != 0;  // softcap or ALiBi
   static constexpr bool kHasDropout = (kScores & kDropout) != 0;
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0;
   // Whether a KV tile has several cells of the cell map, of which some may be full or empty.
   static constexpr bool kHasCellCodes = kHasDataMask && kConsumerWarpgroups * kKeys_ > 64;
   static constexpr bool kHasMaxLogit = (kScores & kMaxLogit) != 0;
-  static constexpr bool kHasBias = (kScores & kTileBias) != 0;
+  static constexpr bool kHasBias = stages_bias(kScores);
+  // Every mixture of terms: which of them a problem has is known at run time.
+  static constexpr bool kMixtures = takes_mixtures(kScores);
   static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
-  static constexpr bool kMasksByScore = kHasBias || kHasScoreText;  // a score of -inf may mask a pair of any KV tile
-  // A kernel that is compiled at run time has to compile fast: what others have a copy of where they need it, it has once.
-  static constexpr bool kFewCopies = kHasScoreText;
+  static constexpr bool kMasksByScore =
+      kHasBias || kMixtures || kHasScoreText;  // a score of -inf may mask a pair of any KV tile
+  // A kernel that is compiled at run time has to compile fast, and one for mixtures is large: what others have a copy of where they need it, these have
+  // once.
+  static constexpr bool kFewCopies = kHasScoreText || kMixtures;
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
   static constexpr int kRows = kConsumerWarpgroups * 64;
   // With a single Q stage each consumer warpgroup frees its rows of Q at its own time. Dedicated warps wait for that and load Q, so that the
   // producer warp of K and V does not stall. Kernels with a score_mod have too few registers for it; fp8 was not tried.
-  static constexpr int kQProducerWarps = kQStages == 1 && !kHasScoreMod && !kHasScoreText && !kFp8 ? (kHasBias ? 1 : 2) : 0;
+  static constexpr int kQProducerWarps =
+      kQStages == 1 && (kMixtures || !kHasScoreMod) && !kHasScoreText && !kFp8 ? (kHasBias ? 1 : 2) : 0;
   // A bias is loaded by a warp of its own, which waits for every warpgroup.
   static constexpr int kBiasProducerWarps = kHasBias ? 1 : 0;
   static constexpr int kMmaK = 32 / sizeof(Element);  // the K extent of one wgmma
@@ -53,7 +58,7 @@ struct ForwardConfig {
   // setmaxnreg moves registers from the first warpgroup (scheduler and producers) to the consumers. They can take only what it gives up.
   static constexpr int kLaunchRegisters = 65536 / (kThreads * kCtasPerSm) / 8 * 8;
   static constexpr int kProducerRegisters = kConsumerWarpgroups == 2 || kHasDataMask ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3   ? 160
+  static constexpr int kConsumerRegisters = kConsumerWarpgroups == 3   ? (kHasDataMask ? 152 : 160)
                                             : kConsumerWarpgroups == 2 ? 232
                                                                        : 2 * kLaunchRegisters - kProducerRegisters;
   static_assert(kConsumerWarpgroups * (kConsumerRegisters - kLaunchRegisters) <= kLaunchRegisters - kProducerRegisters);
@@ -121,7 +126,17 @@ struct SharedMemory {
     return storage().masked_tiles.cell_codes[phase][n];
   }
   // With dropout: b * heads_q + h of the work tile in stage n.
-  __device__ __forceinline__ uint32_t &dropout_head(int n) const { return storage().dropout.head[n]; }
+  __device__ __forceinline__ uint32_t &dropout_head(int n) const {
+    if constexpr (C::kMixtures) {
+      return storage().dropout.tile[n].head;
+    } else {
+      return storage().dropout.head[n];
+    }
+  }
+  // Kernels for mixtures: the key of dropout, and dropout_head(), at this address.
+  __device__ __forceinline__ uint32_t dropout_tile(int n) const {
+    return base + offsetof(Storage, dropout) + n * sizeof(typename decltype(Storage::dropout)::Tile);
+  }
   // With max_logit: the maximum that the head of the work tile in stage n had when the work tile was described.
   __device__ __forceinline__ float &max_logit_before(int n) const { return storage().max_logit.before[n]; }
   // With a bias: its tile, and the batch entry of the work tile in stage n.
@@ -133,6 +148,10 @@ struct SharedMemory {
   }
   __device__ __forceinline__ uint32_t bias_empty(int n, int wg) const {
     return base + offsetof(Storage, bias.empty) + (n * C::kConsumerWarpgroups + wg) * 8;
+  }
+  // Kernels for mixtures: a warpgroup's tile of a bias, of `bytes` bytes.
+  __device__ __forceinline__ uint32_t mixture_bias(int n, int wg, int bytes) const {
+    return base + offsetof(Storage, bias.tile) + (n * C::kConsumerWarpgroups + wg) * bytes;
   }
   __device__ __forceinline__ int &bias_batch(int n) const { return storage().bias.batch[n]; }
   // With a score text: the sequence of the work tile in stage n.
@@ -173,6 +192,14 @@ struct SharedMemory {
     if constexpr (C::kHasBias) {
       tma_prefetch_descriptor(&a.bias_map);
       for (int n = 0; n < Storage::kBiasStages; ++n) {
+        for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
+          mbarrier_init(bias_full(n, wg), 1);
+          mbarrier_init(bias_empty(n, wg), 4);
+        }
+      }
+    }
+    if constexpr (C::kMixtures) {
+      for (int n = 0; n < 2; ++n) {
         for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
           mbarrier_init(bias_full(n, wg), 1);
           mbarrier_init(bias_empty(n, wg), 4);

@@ -50,8 +50,12 @@ struct ForwardParams {
   DataMask mask;
   float *max_logit;  // (heads_q), where the kernel computes it
   int64_t max_logit_stride;
-  // Bias: (keys, queries, heads_q, batch) in boxes of 64 keys by 64 queries. Dimensions in which the bias is broadcast have stride 0.
+  // Bias: (keys, queries, heads_q, batch) in boxes of 128 bytes of keys by 64 queries. Dimensions in which the bias is broadcast have stride 0.
   CUtensorMap bias_map;
+  // Kernels for mixtures: the keys of a box, 0 where TMA cannot read the bias. Then consumers read it from global memory, by pairs of keys where
+  // takes_pairs().
+  int32_t bias_box_keys;
+  bool pair_bias;
   PagedParams pages;
 };
 

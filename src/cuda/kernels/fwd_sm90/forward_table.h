@@ -15,8 +15,11 @@ namespace fa::cuda::sm90 {
 constexpr int32_t kAnyLength = INT32_MAX;
 constexpr int32_t kMaxSharedBytes = 227 * 1024;  // of the CTAs of an SM, with 1 KB more for each CTA
 
-// Which kernels skip left padding (unpadded_keys). Work tiles of one warpgroup are so short that the one test for it costs up to 3 %.
-constexpr bool skips_left_padding(int32_t groups, bool fp8) { return groups > 1 && !fp8; }
+// Which kernels skip left padding (unpadded_keys). Work tiles of one warpgroup are so short that the one test for it costs up to 3 %. Kernels for
+// mixtures have it in the cell map.
+constexpr bool skips_left_padding(int32_t groups, bool fp8, ScoreSet scores) {
+  return groups > 1 && !fp8 && !takes_mixtures(scores);
+}
 
 // Which lines are forward_wide.cuh: 0 in the column of Q's stages, or kPages for K and V in pages.
 constexpr int32_t kPages = -1;
@@ -46,7 +49,8 @@ struct ForwardShape {
   constexpr bool paged() const { return q_stages == kPages; }
   // Whether a kernel with a score text can be made of it, at run time.
   constexpr bool takes_score_text() const {
-    return !fp8 && !same_bits && head_dim <= 256 && ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
+    return !fp8 && !same_bits && !takes_mixtures(scores) && head_dim <= 256 &&
+           ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
   }
   constexpr int32_t rows() const { return groups * 64; }        // of a work tile
   constexpr int32_t cluster() const { return wide() ? 2 : 1; }  // CTAs that share a work tile
@@ -55,7 +59,9 @@ struct ForwardShape {
   // CTAs per SM. With one consumer warpgroup, other CTAs fill the gaps between its wgmmas.
   constexpr int32_t blocks_at_once() const { return groups > 1 ? 1 : std::min(kMaxSharedBytes / (storage_bytes + 1024), 3); }
   // Whether a KV tile of more than a cell is too coarse for blocks of keys: smaller blocks would leave most of it masked.
-  constexpr bool is_too_coarse(int64_t block_keys) const { return kv_tile > 64 && block_keys % kv_tile != 0; }
+  constexpr bool is_too_coarse(int64_t block_keys) const {
+    return kv_tile > 64 && block_keys % kv_tile != 0 && !takes_mixtures(scores);
+  }
   constexpr int32_t shared_bytes() const { return storage_bytes; }
   constexpr int32_t threads() const { return wide() ? 512 : (groups + 1) * 128; }
 };
@@ -98,6 +104,8 @@ struct ForwardShape {
   X(d64a, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kTileBias, false, false)     \
   X(d128a, 128, 128, 3, 64, 1, 3, 1, kAnyLength, kAnyLength, kTileBias, false, false)  \
   X(d256a, 256, 256, 2, 64, 1, 2, 1, kAnyLength, kAnyLength, kTileBias, false, false)  \
+  X(d64all, 64, 64, 3, 64, 2, 4, 1, kAnyLength, kAnyLength, kAll, false, false)       \
+  X(d128all, 128, 128, 2, 128, 1, 2, 0, kAnyLength, kAnyLength, kAll, false, false)    \
   X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true, false)        \
   X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true, false)      \
   X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true, false)      \

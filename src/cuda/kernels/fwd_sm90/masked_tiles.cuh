@@ -17,6 +17,12 @@ struct TileWord {
   uint32_t visible, partial;  // bit n is the KV tile that begins with cell n of the word
 };
 
+// The rows of cells of a work tile. Kernels for mixtures also run without a map, where every cell is visible and none is partial.
+template <class C>
+__device__ __forceinline__ int rows_of_map(const DataMask &mask, const MaskedTiles &range) {
+  return C::kMixtures && !mask.given() ? 0 : range.cell_rows;
+}
+
 template <class C>
 __device__ __forceinline__ TileWord tile_word(const DataMask &mask, const MaskedTiles &range, int word) {
   constexpr int kCells = C::kKeys / kCell;
@@ -29,8 +35,9 @@ __device__ __forceinline__ TileWord tile_word(const DataMask &mask, const Masked
   const uint32_t exists = between(range.begin, range.end) & kTiles;
   if (exists == 0) return {0, 0};
   uint32_t any = 0, all = ~0u, partial = 0;
+  if (C::kMixtures && !mask.given()) any = ~0u;
 #pragma unroll 1
-  for (int n = 0; n < range.cell_rows; ++n) {
+  for (int n = 0; n < rows_of_map<C>(mask, range); ++n) {
     const int64_t at = range.row + n * mask.by_query.words + word;
     const uint32_t visible = mask.by_query.visible[at];
     any |= visible;
@@ -149,9 +156,9 @@ template <class C>
 __device__ __forceinline__ uint32_t cell_codes(const DataMask &mask, const MaskedTiles &range, int tile) {
   constexpr int kCells = C::kKeys / kCell;
   const int shift = tile * kCells % 32;
-  uint32_t codes = 0;
+  uint32_t codes = C::kMixtures && !mask.given() ? 0x55555555u : 0;
 #pragma unroll 1
-  for (int n = 0; n < range.cell_rows; ++n) {
+  for (int n = 0; n < rows_of_map<C>(mask, range); ++n) {
     const int64_t at = range.row + n * mask.by_query.words + tile * kCells / 32;
     const uint32_t visible = mask.by_query.visible[at] >> shift, partial = mask.by_query.partial[at] >> shift;
 #pragma unroll

@@ -133,11 +133,30 @@ class Producer {
                            a_.k_whole_atoms, t.q_row + wg * 64, t.head_q, t.q_batch, kEvictFirst);
     }
   }
+  // Kernels for mixtures: loads the bias of a KV tile.
+  __device__ __forceinline__ void load_mixture_bias(const WorkTile &t, int batch, int tile) {
+    const int box_keys = a_.bias_box_keys;
+    if (box_keys == 0) return;
+    const int second = box_keys >> 6, bytes = C::kKeys / box_keys * 64 * 128;  // two stages of 16 bits
+#pragma unroll
+    for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
+      if (t.begin[wg] > 0) continue;  // it has no rows
+      const int stage = bias_loaded_[wg] & second;
+      mbarrier_wait(smem_.bias_empty(stage, wg), (bias_loaded_[wg] >> second & 1) ^ 1);
+      ++bias_loaded_[wg];
+      if (!elect_one()) continue;
+      mbarrier_arrive_expect_tx(smem_.bias_full(stage, wg), bytes);
+#pragma unroll 1
+      for (int n = 0; n * box_keys < C::kKeys; ++n)
+        tma_load_4d(smem_.mixture_bias(stage, wg, bytes) + n * 64 * 128, &a_.bias_map, smem_.bias_full(stage, wg),
+                    tile * C::kKeys + n * box_keys, t.row0 + wg * 64, t.head_q, batch, kEvictNormal);
+    }
+  }
   // kv_tile_of(i) is the KV tile of iteration i. With masks as data it is called once for each i, in order, and `range` describes the KV tiles.
   template <typename KvTileOf>
   __device__ __forceinline__ void load_tile(const WorkTile &t, [[maybe_unused]] const MaskedTiles *range, KvTileOf kv_tile_of,
                                             PipelineState<C::kQStages> &q, PipelineState<C::kStages> &k,
-                                            PipelineState<C::kStages> &v) const {
+                                            PipelineState<C::kStages> &v) {
     const auto load_k = [&](int tile, [[maybe_unused]] uint32_t codes) {
       mbarrier_wait(smem_.k_empty(k.stage()), k.phase() ^ 1);
       if (elect_one()) {
@@ -166,6 +185,7 @@ class Producer {
       for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) load_q(t, q, wg);
       q.advance();
     }
+    if constexpr (C::kMixtures) load_mixture_bias(t, range->batch, last_k);
     for (int i = 0; i < t.kv_tiles; ++i) {
       const int visible_tile = last_k;
       if (i + 1 < t.kv_tiles) load_next_k(i + 1);
@@ -182,6 +202,9 @@ class Producer {
         }
       }
       v.advance();
+      if constexpr (C::kMixtures) {
+        if (i + 1 < t.kv_tiles) load_mixture_bias(t, range->batch, last_k);
+      }
       if (i == max(t.kv_tiles - kScheduleAhead, 0)) request_work();
     }
   }
@@ -189,6 +212,7 @@ class Producer {
   const ForwardParams &a_;
   const SharedMemory<C> smem_;
   const int lane_;
+  uint32_t bias_loaded_[C::kConsumerWarpgroups] = {};  // kernels for mixtures: tiles of the bias
 };
 
 }  // namespace fa::cuda::sm90

@@ -126,17 +126,19 @@ class Recompute {
 #pragma unroll 1
       for (int key = key0; key < min(key0 + C::kKeys, t.seqlen_k); ++key) {
         float bias = 0.f;
-        if constexpr (C::kHasBias) {
+        if constexpr (kHasBias) {
           bias = row < t.seqlen_q && key >= keys.begin && key < keys.end
-                     ? load_bias(p_.bias, smem_.bias_batch(work_stage), t.head_q, row, key)
+                     ? load_bias(p_.bias, bias_batch(work_stage), t.head_q, row, key)
                      : -CUDART_INF_F;
           if (!__any_sync(~0u, bias != -CUDART_INF_F)) continue;
         }
         const Element *v = row_of_tensor<Element>(p_.v, t.k_batch, t.k_row + key, t.head_k);
         const float x = dot(q, row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key, t.head_k));
-        bool lane_visible = C::kHasBias ? bias != -CUDART_INF_F : row < t.seqlen_q && key >= keys.begin && key < keys.end;
+        bool lane_visible = kHasBias ? bias != -CUDART_INF_F : row < t.seqlen_q && key >= keys.begin && key < keys.end;
         if constexpr (C::kHasDataMask) {
-          lane_visible = lane_visible && is_pair_visible(a_.mask, p_, smem_.masked_tiles(work_stage).batch, t.head_q, row, key);
+          lane_visible =
+              lane_visible && ((C::kMixtures && !a_.mask.given()) ||
+                               is_pair_visible(a_.mask, p_, smem_.masked_tiles(work_stage).batch, t.head_q, row, key));
         }
         float score = x;
         if constexpr (C::kHasScoreText) {
@@ -182,6 +184,15 @@ class Recompute {
   }
 
  private:
+  static constexpr bool kHasBias = C::kHasBias || C::kMixtures;
+  __device__ __forceinline__ int bias_batch(int work_stage) const {
+    if constexpr (C::kMixtures) {
+      return smem_.masked_tiles(work_stage).batch;
+    } else {
+      return smem_.bias_batch(work_stage);
+    }
+  }
+
   // The KV tiles with masked pairs: by their number in the main loop, or with masks as data those of a range.
   struct TilesByNumber {
     const WorkTile &t;
@@ -244,7 +255,7 @@ class Recompute {
         score = mods.forward(score, t.head, static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
       });
     }
-    if constexpr (C::kHasBias) score = fmaf(bias, a_.raw.logit, score);
+    if constexpr (kHasBias) score = fmaf(bias, a_.raw.logit, score);
     return score * score_scale<C>(p_, t);
   }
 
@@ -255,7 +266,7 @@ class Recompute {
   }
   __device__ __forceinline__ float dot(const Element *q, const Element *k) const {
     float x = 0.f;
-    if constexpr (C::kHasBias) {  // four elements at a time: out of all KV tiles may have to be computed again
+    if constexpr (kHasBias) {  // four elements at a time: out of all KV tiles may have to be computed again
 #pragma unroll 1
       for (int column = (at_.lane & 1) * 4; column < p_.head_dim; column += 8) {
         uint32_t a[2], b[2];

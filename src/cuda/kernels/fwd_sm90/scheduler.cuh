@@ -5,6 +5,7 @@
 #include "core/problem.h"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/max_logit.cuh"
+#include "cuda/common/rng.cuh"
 #include "cuda/common/score_mod.cuh"
 #include "cuda/kernels/fwd_sm90/cta.cuh"
 #include "cuda/kernels/fwd_sm90/masked_tiles.cuh"
@@ -112,7 +113,11 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
       t.head_k = a.group.quotient(place.head);
       if constexpr (C::kHasDropout)
         smem.dropout_head(stage) = static_cast<uint32_t>(place.batch * static_cast<int>(p.heads_q) + place.head);
-      if constexpr (C::kHasMaxLogit) smem.max_logit_before(stage) = load_relaxed(a.max_logit + place.head * a.max_logit_stride);
+      if constexpr (C::kMixtures) smem.storage().dropout.tile[stage].key = load_dropout_key(p.dropout);
+      if constexpr (C::kHasMaxLogit) {
+        if (!C::kMixtures || a.max_logit != nullptr)
+          smem.max_logit_before(stage) = load_relaxed(a.max_logit + place.head * a.max_logit_stride);
+      }
       if constexpr (C::kHasBias) smem.bias_batch(stage) = place.batch;
       if constexpr (C::kHasScoreText) smem.text_batch(stage) = place.batch;
       t.out = batch * p.out.batch_stride + row * p.out.seq_stride + place.head * p.out.head_stride;

@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "core/host_device.h"
+#include "core/philox.h"
 #include "cuda/common/scores.h"
 
 namespace fa::cuda::sm90 {
@@ -65,6 +66,15 @@ struct ForwardDropout {
   uint32_t head[kWorkStages];
 };
 struct NoForwardDropout {};
+// The same, and the problem's key, which kernels for mixtures read from here for every KV tile: they have no registers for it.
+template <int kWorkStages>
+struct ForwardMixtureDropout {
+  struct Tile {
+    DropoutKey key;
+    uint32_t head;
+  };
+  alignas(16) Tile tile[kWorkStages];
+};
 
 // With max_logit: what the head of the work tile in each stage had when the work tile was described, a natural logit.
 template <int kWorkStages>
@@ -82,6 +92,12 @@ struct ForwardBias {
   int batch[kWorkStages];
 };
 struct NoForwardBias {};
+// For mixtures: memory for a tile of a bias of fp32, or two of 16 bits, [128 bytes of keys each][64 rows][128 bytes].
+template <int kConsumerWarpgroups, int kKeys>
+struct ForwardMixtureBias {
+  alignas(1024) char tile[kConsumerWarpgroups * 64 * kKeys * 4];
+  uint64_t full[2][kConsumerWarpgroups], empty[2][kConsumerWarpgroups];
+};
 
 // With a score text: the sequence of the work tile in each stage.
 template <int kWorkStages>
@@ -134,10 +150,13 @@ struct ForwardStorage {
   uint64_t work_request;  // the producer warp asks for the next work tile
   ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
   std::conditional_t<kHasDataMask, ForwardMaskedTiles<kWorkStages, kStages>, NoForwardMaskedTiles> masked_tiles;
-  std::conditional_t<(kScores & kDropout) != 0, ForwardDropout<kWorkStages>, NoForwardDropout> dropout;
+  std::conditional_t<takes_mixtures(kScores), ForwardMixtureDropout<kWorkStages>,
+                     std::conditional_t<(kScores & kDropout) != 0, ForwardDropout<kWorkStages>, NoForwardDropout>>
+      dropout;
   std::conditional_t<(kScores & kMaxLogit) != 0, ForwardMaxLogit<kWorkStages>, NoForwardMaxLogit> max_logit;
-  std::conditional_t<(kScores & kTileBias) != 0, ForwardBias<kConsumerWarpgroups, kWorkStages, kKeys, kBiasStages>,
-                     NoForwardBias>
+  std::conditional_t<takes_mixtures(kScores), ForwardMixtureBias<kConsumerWarpgroups, kKeys>,
+                     std::conditional_t<stages_bias(kScores), ForwardBias<kConsumerWarpgroups, kWorkStages, kKeys, kBiasStages>,
+                                        NoForwardBias>>
       bias;
   std::conditional_t<(kScores & kScoreText) != 0, ForwardScoreText<kWorkStages>, NoForwardScoreText> score_text;
   std::conditional_t<kSameBits, ForwardSegments<kConsumerWarpgroups, kWorkStages>, NoForwardSegments> segments;
