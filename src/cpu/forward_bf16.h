@@ -8,6 +8,9 @@
 //   O += P V    32 rows x 32 columns of sums stay in the unit over all keys of the block. O is kept as tiles of fp32; rows whose maximum
 //               has grown are rescaled before
 //
+// On the tile unit plain bf16 goes through KV tiles of 64 keys instead (attend_overlapped), so that vectors work on one of them while the unit works
+// on the next.
+//
 // Operands are bf16 queries, keys and values, or on the tile unit fp16 ones, which are sums of two parts (multiply_parts), as P is then.
 //
 // Some cases leave the unit, because it would get them wrong:
@@ -33,6 +36,29 @@ constexpr int64_t kValuePanel = kBlockSteps * 2 * kTileBf16;  // elements of a p
 constexpr int64_t kStripP = kTileStripRows * kBlockKeys;      // elements of a strip of P
 constexpr int64_t kStripHalfP = kTileRows * kBlockKeys;       // of its upper half
 
+// Keys of a KV tile, whose softmax vectors compute beside products on the tile unit, and the leading dimension of its S: rows lie in different
+// sets of the cache.
+constexpr int64_t kKvTileKeys = 64;
+constexpr int64_t kKvTileStride = kKvTileKeys + 16;
+constexpr int64_t kBlockKvTiles = kBlockKeys / kKvTileKeys;
+static_assert(2 * kTileStripRows * kKvTileStride <= kTileStripRows * kBlockKeys);
+
+// 2^x, for P that is rounded to bf16 and for its sums.
+FA_INLINE F exp2_to_bf16(F x) {
+#if defined(__AVX512F__)
+  return Simd::rough_exp2(x);
+#else
+  return Simd::exp2(x);
+#endif
+}
+
+// P V of a strip and a block of keys that is still to be added to O.
+struct PendingOutput {
+  int64_t r0 = 0, rows = 0;  // of the strip; no rows: nothing is pending
+  Range steps;               // of 32 keys
+  const uint16_t *p = nullptr, *values = nullptr;
+};
+
 // What `pack` finds in a key block.
 enum KeyFlags : uint8_t { kInfiniteValues = 1, kSubnormalKeys = 2, kHugeKeys = 4, kInfiniteKeys = 8 };
 
@@ -46,6 +72,8 @@ struct TileState : SoftmaxState {
   int64_t dim_v = 0;       // multiple of kTilePanel
   uint8_t exact_with = 0;  // KeyFlags of blocks with pairs whose S the unit gets wrong
   bool exact = false;      // all blocks have such pairs
+  PendingOutput pending;
+  int64_t p_turn = 0;  // which of two strips of `p` comes next
 
   // Where O of column c of row r lies; the columns of its tile follow.
   FA_INLINE float *output(int64_t r, int64_t c) const {
@@ -78,7 +106,10 @@ class TileProducts {
   static constexpr int64_t kStripRows = kTileStripRows;
 
   TileProducts(const ForwardProblem &problem, const ForwardLayout &layout)
-      : p_(problem), layout_(layout), steps_(round_up(problem.head_dim, kTileDepth) / kTileDepth) {}
+      : p_(problem),
+        layout_(layout),
+        steps_(round_up(problem.head_dim, kTileDepth) / kTileDepth),
+        overlaps_(!problem.same_bits && problem.dropout.threshold == 0 && problem.max_logit == nullptr) {}
 
   // Packs key block n; returns its KeyFlags.
   uint8_t pack(const Head &head, int64_t n, char *keys, char *values) const {
@@ -129,6 +160,14 @@ class TileProducts {
 
   // Key block n, as `pack` left it, after begin_keys. The first block of every segment comes after begin_segment.
   void attend(const Head &head, State &st, int64_t n, const char *keys, const char *values, uint8_t flags) {
+    if constexpr (kOverlaps) {
+      if (overlaps_ && (flags & kInfiniteValues) == 0) {
+        attend_overlapped(head, st, n * kBlockKeys, reinterpret_cast<const uint16_t *>(keys),
+                          reinterpret_cast<const uint16_t *>(values), flags);
+        return;
+      }
+      finish(st);
+    }
     constexpr int64_t kPassRows = kTilePassStrips * kTileStripRows;
     for (int64_t r0 = 0; r0 < st.rows; r0 += kPassRows) {
       pass(head, st, r0, n * kBlockKeys, reinterpret_cast<const uint16_t *>(keys), reinterpret_cast<const uint16_t *>(values),
@@ -139,6 +178,15 @@ class TileProducts {
   // Key block n, for a block of queries that shares it with no other. `keys` and `values` are scratch of a packed block.
   void attend_alone(const Head &head, State &st, int64_t n, char *keys, char *values) {
     attend(head, st, n, keys, values, pack(head, n, keys, values));
+    finish(st);
+  }
+
+  // Comes before row_result.
+  void finish(State &st) {
+    if constexpr (kOverlaps) {
+      add_pending(st, {0, st.dim_v / kTilePanel}, [] {});
+      st.pending.rows = 0;
+    }
   }
 
   // The state of row r as a result, until the next one is asked for.
@@ -149,6 +197,11 @@ class TileProducts {
 
  private:
   static constexpr int kParts = kPartsOf<Element>;
+#if defined(FA_TARGET_AMX)
+  static constexpr bool kOverlaps = kParts == 1;
+#else
+  static constexpr bool kOverlaps = false;
+#endif
 
   // One strip of the pass in one key block.
   struct Strip {
@@ -200,7 +253,10 @@ class TileProducts {
       }
     }
     if (st.exact || (flags & st.exact_with) != 0) {
-      for (int64_t i = 0; i < count; ++i) exact_scores(head, st, strips[i], first);
+      for (int64_t i = 0; i < count; ++i) {
+        const Strip &x = strips[i];
+        exact_scores(head, st, x, first, x.cols, x.s + x.cols.begin, kBlockKeys);
+      }
     }
     for (int64_t i = 0; i < count; ++i) softmax(head, st, strips[i], first, flags);
     for (int64_t i = 0; i < count; ++i) accumulate(head, st, strips[i], first, values);
@@ -219,20 +275,22 @@ class TileProducts {
 
   // S in fp32 of those pairs of a strip that the unit got wrong. A pair is chosen by its own numbers alone, so that a row has the same bits whatever
   // the other rows and the keys that it does not see are.
-  __attribute__((noinline)) void exact_scores(const Head &head, const State &st, const Strip &x, int64_t first) const {
+  // s: columns `cols`, of leading dimension ld.
+  __attribute__((noinline)) void exact_scores(const Head &head, const State &st, const Strip &x, int64_t first, Range cols,
+                                              float *s, int64_t ld) const {
     const Rows keys = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start);
     uint8_t of_keys[kBlockKeys] = {};
-    for (int64_t j = x.cols.begin; j < min64(x.cols.end, head.keys.len - first); ++j)
+    for (int64_t j = cols.begin; j < min64(cols.end, head.keys.len - first); ++j)
       of_keys[j] = number_flags(magnitudes_of(keys.row(first + j), p_.head_dim));
     for (int64_t r = 0; r < x.rows; ++r) {
       const char *query = query_row(head, st, x.r0 + r);
       const uint8_t of_query = number_flags(magnitudes_of(query, p_.head_dim)), with = wrong_with(of_query);
       const bool always = (of_query & kInfiniteKeys) != 0;
       const auto numbers = numbers_of<Element>(p_.head_dim, [&](int64_t) { return query; });
-      for (int64_t j = x.cols.begin; j < x.cols.end; ++j) {
+      for (int64_t j = cols.begin; j < cols.end; ++j) {
         if (!always && (of_keys[j] & with) == 0) continue;
-        exact_products<Element>(numbers, 1, keys, first, head.keys.len, {j, j + 1}, p_.head_dim, x.s + r * kBlockKeys,
-                                kBlockKeys);
+        exact_products<Element>(numbers, 1, keys, first + j, head.keys.len, {0, 1}, p_.head_dim, s + r * ld + j - cols.begin,
+                                ld);
       }
     }
   }
@@ -293,13 +351,7 @@ class TileProducts {
           });
       return;
     }
-    for (int64_t r = x.r0; r < x.r0 + x.rows; ++r) {
-      if (st.correction[r] == 1.0f) continue;
-      const F factor = Simd::set(st.correction[r]);
-      for (int64_t c = 0; c < st.dim_v; c += kWidth) {
-        Simd::store(st.output(r, c), Simd::mul(factor, Simd::load(st.output(r, c))));
-      }
-    }
+    correct(st, x);
     const Range steps{x.cols.begin / kTileDepth, x.cols.end / kTileDepth};
     const uint16_t *p = x.p + steps.begin * kTileBf16;
     const int64_t lower = st.output(x.r0 + kTileRows, 0) - st.output(x.r0, 0);
@@ -310,9 +362,241 @@ class TileProducts {
     }
   }
 
+  // O = diag(correction) O of a strip.
+  static void correct(const State &st, const Strip &x) {
+    for (int64_t r = x.r0; r < x.r0 + x.rows; ++r) {
+      if (st.correction[r] == 1.0f) continue;
+      const F factor = Simd::set(st.correction[r]);
+      for (int64_t c = 0; c < st.dim_v; c += kWidth) {
+        Simd::store(st.output(r, c), Simd::mul(factor, Simd::load(st.output(r, c))));
+      }
+    }
+  }
+
+  // The part of a strip in one KV tile.
+  struct KvTile {
+    int64_t strip;
+    Range cols;  // relative to the block
+    bool first, last;
+  };
+  // What its softmax reads and writes.
+  struct KvTileRows {
+    const float *s;
+    int64_t rows;
+    const float *max;  // (rows)
+    float *sum;        // (rows x kWidth) before the KV tile
+    float *new_sum;    // and after it: a row may be computed twice
+    uint16_t *p;       // of the strip
+    int64_t panel;     // the first one, relative to the block
+    float multiplier;
+  };
+
+  // The largest P of a row in a KV tile, as a number of bf16: where one is larger, the maximum of the row grows.
+  static constexpr uint32_t kLargestP = 0x4380;  // 2^8
+  static bool any_above(I p) {
+    const I largest = Simd::iset(kLargestP);
+    return Simd::any(
+        Simd::mask_or(Simd::ilt(largest, Simd::iand(p, Simd::iset(0xFFFF))), Simd::ilt(largest, Simd::shr<16>(p))));
+  }
+
+  template <int kPanels>
+  static FA_INLINE void kv_tile_row(const KvTileRows &x, int64_t r, I &worst) {
+    const float *s = x.s + r * kKvTileStride;
+    const F minus = Simd::set(x.max[r]), scale = Simd::set(x.multiplier);
+    uint16_t *const tile = x.p + r / kTileRows * kStripHalfP + x.panel * kTileBf16;
+    F total = Simd::load(x.sum + r * kWidth);
+#pragma GCC unroll 2
+    for (int panel = 0; panel < kPanels; ++panel) {
+      F of_panel = Simd::zero();
+#pragma GCC unroll 4
+      for (int64_t i = 0; i < kTilePanel; i += 2 * kWidth) {
+        const float *from = s + panel * kTilePanel + i;
+        const F w0 = exp2_to_bf16(Simd::fms(Simd::load(from), scale, minus));
+        const F w1 = exp2_to_bf16(Simd::fms(Simd::load(from + kWidth), scale, minus));
+        const I p = Simd::to_bf16(w0, w1);
+        worst = Simd::max_u16(worst, p);
+        store_left(tile + panel * kTileBf16, r % kTileRows, i, p);
+        of_panel = i == 0 ? Simd::add(w0, w1) : Simd::add(of_panel, Simd::add(w0, w1));
+      }
+      total = Simd::add(total, of_panel);
+    }
+    Simd::store(x.new_sum + r * kWidth, total);
+  }
+
+  // The largest base-2 logit of a row in a KV tile; NaN does not count.
+  template <int kPanels>
+  static FA_INLINE float largest(const KvTileRows &rows, int64_t r) {
+    F top0 = Simd::set(-kInfinity), top1 = top0;
+#pragma GCC unroll 16
+    for (int64_t c = 0; c < kPanels * kTilePanel; c += 2 * kWidth) {
+      top0 = Simd::max(Simd::load(rows.s + r * kKvTileStride + c), top0);
+      top1 = Simd::max(Simd::load(rows.s + r * kKvTileStride + c + kWidth), top1);
+    }
+    return Simd::reduce_max(Simd::max(top0, top1)) * rows.multiplier;
+  }
+
+  // The first maxima of the rows of a strip.
+  template <int kPanels>
+  static __attribute__((noinline)) void first_maxima(State &st, const Strip &x, const KvTileRows &rows) {
+    for (int64_t r = 0; r < rows.rows; ++r) {
+      if (st.max[x.r0 + r] == -kInfinity) st.max[x.r0 + r] = largest<kPanels>(rows, r);
+    }
+  }
+
+  // The rows of a KV tile once more, after the maxima of those have grown whose P are too large.
+  template <int kPanels>
+  static __attribute__((noinline)) void raise(State &st, const Strip &x, const KvTileRows &rows, int64_t first_panel) {
+    for (int64_t r = 0; r < rows.rows; ++r) {
+      I worst = Simd::iset(0);
+      kv_tile_row<kPanels>(rows, r, worst);
+      if (!any_above(worst)) continue;
+      const float top = largest<kPanels>(rows, r);
+      float &max = st.max[x.r0 + r];
+      if (max == -kInfinity) {
+        max = top;
+        if (top == -kInfinity) {  // the row sees nothing, or NaN alone
+          max = 0;
+          kv_tile_row<kPanels>(rows, r, worst);
+          max = top;
+          continue;
+        }
+      } else {
+        const float growth = top - max;
+        if (!(growth > 0)) continue;  // NaN
+        // Of the key with the largest logit P is 1 then, to the bit.
+        float factors[kWidth];
+        Simd::store(factors, Simd::exp2(Simd::set(-growth)));
+        const F factor = Simd::set(factors[0]);
+        max = top;
+        st.correction[x.r0 + r] *= factors[0];
+        float *const before = rows.sum + r * kWidth;
+        Simd::store(before, Simd::mul(Simd::load(before), factor));
+        for (int64_t panel = first_panel; panel < rows.panel; ++panel) {
+          uint16_t *const tile = rows.p + r / kTileRows * kStripHalfP + panel * kTileBf16;
+          for (int64_t i = 0; i < kTilePanel; i += 2 * kWidth) {
+            uint16_t *const p = tile + left_at(r % kTileRows, i);
+            store_left(tile, r % kTileRows, i,
+                       Simd::to_bf16(Simd::mul(Simd::load_bf16(p), factor), Simd::mul(Simd::load_bf16(p + kWidth), factor)));
+          }
+        }
+      }
+      kv_tile_row<kPanels>(rows, r, worst);
+    }
+  }
+
+  template <class Between>
+  FA_INLINE void add_pending(State &st, Range panels, Between between) {
+    const PendingOutput &o = st.pending;
+    if (o.rows == 0) return;
+    const int64_t lower = st.output(o.r0 + kTileRows, 0) - st.output(o.r0, 0);
+    const uint16_t *p = o.p + o.steps.begin * kTileBf16;
+    for (int64_t n = panels.begin; n < panels.end; ++n) {
+      unit_.template multiply_beside<true>(o.rows, o.steps.size(), {p, kStripHalfP, kTileBf16},
+                                           o.values + n * kValuePanel + o.steps.begin * kRightStep,
+                                           {st.output(o.r0, n * kTilePanel), kTileRows, kTileFloats, lower}, between);
+    }
+  }
+
+  // The same as passes of two strips, but for the maxima of rows: these grow only where a P of the 64 keys of a KV tile would exceed 2^8, which
+  // is rare. So a KV tile has its P as soon as it has its S, which never leaves L1. While vectors compute P of a KV tile, the unit computes S of the
+  // next one and P V of the strip before.
+  void attend_overlapped(const Head &head, State &st, int64_t first, const uint16_t *keys, const uint16_t *values,
+                         uint8_t flags) {
+    Strip strips[kMaxStrips];
+    KvTile kv_tiles[kMaxStrips * kBlockKvTiles];
+    int64_t count = 0;
+    for (int64_t r0 = 0, i = 0; r0 < st.rows; r0 += kTileStripRows, ++i) {
+      Strip &x = strips[i];
+      x.index = i;
+      x.r0 = r0;
+      x.rows = min64(st.rows - r0, kTileStripRows);
+      x.keys = st.keys[i];
+      if (x.keys.empty()) continue;
+      x.cols = {x.keys.begin / kTilePanel * kTilePanel, round_up(x.keys.end, kTilePanel)};
+      for (int64_t c = x.cols.begin / kKvTileKeys * kKvTileKeys; c < x.cols.end; c += kKvTileKeys) {
+        const Range cols{max64(c, x.cols.begin), min64(c + kKvTileKeys, x.cols.end)};
+        kv_tiles[count++] = {i, cols, cols.begin == x.cols.begin, cols.end == x.cols.end};
+      }
+    }
+    if (count == 0) return;
+    const bool general = changes_scores(p_, st.user), exact = st.exact || (flags & st.exact_with) != 0;
+    const auto buffer = [&](int64_t n) { return st.s + n % 2 * (kTileStripRows * kKvTileStride); };
+    const auto scores = [&](int64_t n, auto between) __attribute__((always_inline)) {
+      const KvTile &c = kv_tiles[n];
+      const uint16_t *q = st.q + c.strip * steps_ * 2 * kTileBf16;
+      for (int64_t col = c.cols.begin; col < c.cols.end; col += kTilePanel) {
+        unit_.template multiply_beside<false>(
+            strips[c.strip].rows, steps_, {q, kTileBf16, kRightStep}, keys + col * steps_ * kTileDepth,
+            {buffer(n) + col - c.cols.begin, kKvTileStride, kTileRows, kTileRows * kKvTileStride}, between);
+      }
+    };
+    scores(0, [] {});
+    KvTileRows rows{};
+    rows.multiplier = general ? 1.0f : p_.softmax_scale * kLog2e;
+    Range output{0, 0};  // panels of the pending output beside this KV tile
+    const int64_t output_panels = st.dim_v / kTilePanel;
+    int64_t tile_of_strip = 0, tiles_of_strip = 0;
+    for (int64_t n = 0; n < count; ++n) {
+      const KvTile &c = kv_tiles[n];
+      Strip &x = strips[c.strip];
+      float *s = buffer(n);
+      if (c.first) {
+        for (int64_t r = x.r0; r < x.r0 + x.rows; ++r) st.correction[r] = 1.0f;
+        rows.rows = x.rows;
+        rows.max = st.max + x.r0;
+        rows.sum = st.sum + x.r0 * kWidth;
+        rows.new_sum = st.block_max + x.r0 * kWidth;
+        rows.p = x.p = st.p + st.p_turn * kStripP;
+        tile_of_strip = 0;
+        tiles_of_strip = (x.cols.end - 1) / kKvTileKeys - x.cols.begin / kKvTileKeys + 1;
+        output.end = 0;
+      }
+      rows.s = s;
+      rows.panel = c.cols.begin / kTilePanel;
+      if (exact) exact_scores(head, st, x, first, c.cols, s, kKvTileStride);
+      if (general) {
+        general_scores(p_, head, st, x.r0, x.rows, first + c.cols.begin, c.cols.size(), s, kKvTileStride);
+      } else if (st.interior[x.index].begin > first + c.cols.begin || st.interior[x.index].end < first + c.cols.end) {
+        mask_strip(p_, head, st, x.r0, x.rows, first + c.cols.begin, c.cols.size(), s, kKvTileStride);
+      }
+      if (st.partial[x.index]) mask_by_data(st, x.r0, x.rows, c.cols.begin, c.cols.size(), s, kKvTileStride);
+
+      ++tile_of_strip;
+      output = {output.end, output_panels * tile_of_strip / tiles_of_strip};
+      const int64_t steps = (n + 1 < count ? kv_tiles[n + 1].cols.size() / kTilePanel * steps_ : 0) +
+                            (st.pending.rows > 0 ? output.size() * st.pending.steps.size() : 0);
+      const auto softmax = [&]<int kPanels>() __attribute__((always_inline)) {
+        I worst = Simd::iset(0);
+        int64_t r = 0, turn = 0;
+        // Spreads the rows over the steps.
+        const auto between = [&]() __attribute__((always_inline)) {
+          for (turn += rows.rows; turn >= steps; turn -= steps) kv_tile_row<kPanels>(rows, r++, worst);
+        };
+        if (c.first && st.max[x.r0] == -kInfinity) first_maxima<kPanels>(st, x, rows);
+        if (n + 1 < count) scores(n + 1, between);
+        add_pending(st, output, between);
+        for (; r < rows.rows; ++r) kv_tile_row<kPanels>(rows, r, worst);
+        if (__builtin_expect(any_above(worst), 0)) raise<kPanels>(st, x, rows, x.cols.begin / kTilePanel);
+      };
+      c.cols.size() == kKvTileKeys ? softmax.template operator()<2>() : softmax.template operator()<1>();
+
+      float *const before = rows.sum;
+      rows.sum = rows.new_sum;
+      rows.new_sum = before;
+      if (!c.last) continue;
+      if (rows.sum != st.sum + x.r0 * kWidth) {
+        for (int64_t i = 0; i < x.rows * kWidth; i += kWidth) Simd::store(rows.new_sum + i, Simd::load(rows.sum + i));
+      }
+      correct(st, x);
+      st.pending = {x.r0, x.rows, {x.cols.begin / kTileDepth, x.cols.end / kTileDepth}, x.p, values};
+      st.p_turn ^= 1;
+    }
+  }
+
   const ForwardProblem &p_;
   const ForwardLayout &layout_;
   const int64_t steps_;  // of Q K^T
+  const bool overlaps_;
   Unit unit_;
 };
 

@@ -137,12 +137,14 @@ class ForwardWork final : public HeadWork {
       if (p_.same_bits && segment >= 0 && segment != n / kSegmentBlocks) {
         if (!folded) totals.clear();
         folded = true;
+        products_.finish(st);
         for (int64_t r = 0; r < st.rows; ++r) totals.fold(r, products_.row_result(st, r));
         products_.begin_segment(st);
       }
       segment = n / kSegmentBlocks;
       products_.attend(head, st, n, keys_at(shared, n), values_at(shared, n), flags_at(shared, n));
     }
+    products_.finish(st);
     for (int64_t r = 0; r < st.rows; ++r) {
       RowResult result = products_.row_result(st, r);
       if (folded) result = totals.fold(r, result);

@@ -178,7 +178,8 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, i
   if (tiled && p.same_bits && max_keys > kSegmentKeys) l.worker_total = area(rows * (l.dim_v + 2));
   l.worker_rows = area(rows * (2 * kMaxVector + 8));
   if (p.dropout.threshold > 0) l.worker_dropout = area(rows * kBlockKeys);
-  if (tiles) l.worker_p = area(pass_rows * kBlockKeys * static_cast<int64_t>(packed_bytes) / 4 + l.dim_v);
+  if (tiles)
+    l.worker_p = area(kTilePassStrips * kTileStripRows * kBlockKeys * static_cast<int64_t>(packed_bytes) / 4 + l.dim_v);
   if (tiled_split) {
     l.worker_keys = area_bytes(l.key_block_bytes);
     l.worker_values = area_bytes(l.value_block_bytes);

@@ -111,24 +111,24 @@ inline void row_maxima(const SoftmaxState &st, int64_t r0, int64_t m, int64_t co
   }
 }
 
-// Raw products of a strip -> base-2 logits, masked by band and lengths, for problems with a general score.
+// Raw products of a strip, of leading dimension ld -> base-2 logits, masked by band and lengths, for problems with a general score.
 inline void general_scores(const MaskedProblem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, int64_t col,
-                           int64_t cols, float *s) {
+                           int64_t cols, float *s, int64_t ld = kBlockKeys) {
   for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
     const Score score = make_score(p, st.user, head.b, head.head_k * p.group + h, head.queries, head.keys);
     const Tile tile{st.block.query(r), col, n, cols};
-    float *x = s + (r - r0) * kBlockKeys;
-    score_logits(score, tile, x, kBlockKeys, nullptr);
-    mask_by_band(score, tile, x, kBlockKeys);
+    float *x = s + (r - r0) * ld;
+    score_logits(score, tile, x, ld, nullptr);
+    mask_by_band(score, tile, x, ld);
   });
 }
 
 // Masks of a strip by band and lengths alone, for problems without a general score.
 inline void mask_strip(const MaskedProblem &p, const Head &head, const SoftmaxState &st, int64_t r0, int64_t m, int64_t col,
-                       int64_t cols, float *s) {
+                       int64_t cols, float *s, int64_t ld = kBlockKeys) {
   for_heads(st.block, r0, r0 + m, [&](int64_t h, int64_t r, int64_t n) {
     const Score score = make_score(p, st.user, head.b, head.head_k * p.group + h, head.queries, head.keys);
-    mask_by_band(score, Tile{st.block.query(r), col, n, cols}, s + (r - r0) * kBlockKeys, kBlockKeys);
+    mask_by_band(score, Tile{st.block.query(r), col, n, cols}, s + (r - r0) * ld, ld);
   });
 }
 
@@ -165,8 +165,9 @@ inline bool begin_keys(const MaskedProblem &p, const Head &head, SoftmaxState &s
 }
 
 // Masks as data of a partial strip; `col` is relative to the block of keys. Row maxima have to be taken afresh.
-inline void mask_by_data(const SoftmaxState &st, int64_t r0, int64_t m, int64_t col, int64_t cols, float *s) {
-  mask_by_bits(st.bits + r0, m, col, cols, s, kBlockKeys);
+inline void mask_by_data(const SoftmaxState &st, int64_t r0, int64_t m, int64_t col, int64_t cols, float *s,
+                         int64_t ld = kBlockKeys) {
+  mask_by_bits(st.bits + r0, m, col, cols, s, ld);
 }
 
 // Where softmax_strip puts P: into the place of the logits.

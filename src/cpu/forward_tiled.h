@@ -259,6 +259,8 @@ class FmaProducts {
     attend(head, st, n, keys, values, pack(head, n, keys, values));
   }
 
+  void finish(State &) const {}
+
   // The state of row r as a result.
   RowResult row_result(const State &st, int64_t r) const {
     return {st.max[r], Simd::reduce_add(Simd::load(st.sum + r * kWidth)), st.o + r * st.dim_v};

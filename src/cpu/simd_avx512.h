@@ -69,6 +69,15 @@ struct Simd {
     p = fma(p, f, set(1.0f));
     return _mm512_scalef_ps(p, x);  // p 2^floor(x)
   }
+  // The same for results that are rounded to bf16 and for sums of them.
+  static FA_INLINE F rough_exp2(F x) {
+    const F f = _mm512_reduce_ps(x, 0x09);
+    F p = fma(set(kRoughExp2C4), f, set(kRoughExp2C3));
+    p = fma(p, f, set(kRoughExp2C2));
+    p = fma(p, f, set(kRoughExp2C1));
+    p = fma(p, f, set(1.0f));
+    return _mm512_scalef_ps(p, x);
+  }
 
   static FA_INLINE float reduce_add(F a) { return _mm512_reduce_add_ps(a); }
   // to[n] = reduce_add(x[n]), to the bit.

@@ -11,4 +11,10 @@ constexpr float kExp2C3 = 0.055799913146f;
 constexpr float kExp2C4 = 0.00901703028444f;
 constexpr float kExp2C5 = 0.00186713008191f;
 
+// The same of degree 4 (2.9e-6), for results that are rounded to bf16 and sums of them.
+constexpr float kRoughExp2C1 = 0.693044844899f;
+constexpr float kRoughExp2C2 = 0.241280204774f;
+constexpr float kRoughExp2C3 = 0.0522424741876f;
+constexpr float kRoughExp2C4 = 0.0134266842895f;
+
 }  // namespace fa::cpu

@@ -1,11 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // The numerical contract, one test per line: rows without keys, NaN that must not reach results, and NaN that must.
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <iterator>
 #include <limits>
 #include <random>
 #include <utility>
+#include <vector>
 
 #include "parity/expectation.h"
 #include "parity/runner.h"
@@ -619,6 +621,39 @@ TEST_P(Contract, LargeLogitsDoNotOverflow) {
       c.mask = FA_MASK_CAUSAL;
       c.sink = 1;
       EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+// The maximum of a row grows in some keys by so much that what was summed up before counts less, but still counts.
+TEST_P(Contract, MaximaGrow) {
+  const std::vector<int64_t> keys[] = {{40, 70, 140, 300, 620}, {1, 2, 3, 130, 257, 690}, {5, 64, 128, 192, 256, 512}};
+  for (const int64_t dtype : {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16}) {
+    for (const std::vector<int64_t> &grows_at : keys) {
+      Case c = base("growth");
+      c.dtype = dtype;
+      c.batch = 1;
+      c.q.seqlen = 150;
+      c.k.seqlen = 700;
+      c.scale = 1;
+      c.lse = 1;
+      c.mask = dtype == FA_FLOAT32 ? FA_MASK_NONE : FA_MASK_CAUSAL;
+      const Data data = make_data(c, [&](Data &d) {
+        for (int64_t h = 0; h < c.heads_q; ++h) {
+          for (int64_t i = 0; i < c.q.seqlen; ++i) {
+            d.tensors[kQ].set(d.element(kQ, 0, i, h, 0), 1);
+            for (int64_t column = 1; column < c.head_dim; ++column) d.tensors[kQ].set(d.element(kQ, 0, i, h, column), 0.125);
+          }
+        }
+        for (int64_t h = 0; h < c.heads_k; ++h) {
+          double logit = -20;
+          for (int64_t j = 0; j < c.k.seqlen; ++j) {
+            if (std::find(grows_at.begin(), grows_at.end(), j) != grows_at.end()) logit += 6.25;  // 9 in base 2
+            d.tensors[kK].set(d.element(kK, 0, j, h, 0), logit);
+          }
+        }
+      });
+      EXPECT_TRUE(check(backend(), data)) << "grows at key " << grows_at[0];
     }
   }
 }

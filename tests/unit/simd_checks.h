@@ -42,4 +42,30 @@ int differing_sums(uint32_t seed) {
   return count;
 }
 
+#if defined(FA_TARGET_AVX512)
+double rough_exp2_error() {
+  double largest = 0;
+  const auto result = [](float x) {
+    float lanes[kWidth];
+    Simd::store(lanes, Simd::rough_exp2(Simd::set(x)));
+    return static_cast<double>(lanes[kWidth - 1]);
+  };
+  const auto see = [&](float x) {
+    const double exact = __builtin_exp2(static_cast<double>(x)), error = __builtin_fabs(result(x) / exact - 1);
+    if (!(error <= largest)) largest = error;
+  };
+  for (int i = -125 * 256; i <= 9 * 256; ++i) {
+    see(static_cast<float>(i) / 256);
+    see(static_cast<float>(i) / 256 - 0.0013f);
+  }
+  for (int i = -126; i <= 9; ++i) {
+    if (result(static_cast<float>(i)) != __builtin_exp2(i)) return kInfinity;
+  }
+  const float nan = __builtin_nanf("");
+  if (result(-kInfinity) != 0 || result(kInfinity) != static_cast<double>(kInfinity) || result(nan) == result(nan))
+    return kInfinity;
+  return largest;
+}
+#endif
+
 }  // namespace fa::cpu::FA_ISA

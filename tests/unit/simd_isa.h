@@ -18,6 +18,11 @@ FA_DECLARE_SIMD_CHECKS(neon)
 FA_DECLARE_SIMD_CHECKS(sve256)
 #undef FA_DECLARE_SIMD_CHECKS
 
+// The largest relative error of Simd::rough_exp2, infinite if it errs at a whole number, at an infinity or for NaN.
+namespace fa::cpu::avx512 {
+double rough_exp2_error();
+}
+
 namespace fa::cpu::neon_bf16 {
 // Bytes, as int8 and as e4m3, that are another number in bf16 than in fp32.
 int differing_bytes();

@@ -31,6 +31,13 @@ TEST(Simd, Log2IsWithinTwoUnitsInTheLastPlace) {
   }
 }
 
+#if defined(FA_HAVE_SIMD_AVX)
+TEST(Simd, RoughExp2IsAsExactAsItSays) {
+  if (!fa::cpu::has_isa(FA_CPU_ISA_AVX512)) GTEST_SKIP() << "this processor has no AVX-512";
+  EXPECT_LE(fa::cpu::avx512::rough_exp2_error(), 3.2e-6);
+}
+#endif
+
 struct Isa {
   const char *name;
   fa_cpu_isa isa;
