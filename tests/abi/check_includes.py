@@ -30,7 +30,7 @@ EXCEPTIONS = {
     "cuda/kernels/mla": {"cuda/kernels/decode/": "parameters and stream-K partition of decode"},
     "cuda/kernels/bwd_simt": {**BWD_ROWS, "cuda/kernels/fwd_simt/": "tiles on CUDA cores"},
     "cuda/kernels/bwd_sm80": BWD_ROWS,
-    "cuda/kernels/bwd_sm90_fp32": BWD_ROWS,
+    "cuda/kernels/bwd_sm90_fp32": {**BWD_ROWS, "cuda/kernels/bwd_sm90/": "hidden and dropped pairs of S^T in a wgmma accumulator"},
     "cuda/kernels/fwd_sm90": {"cuda/kernels/fwd_sm90_wide/": "one table and one instance template for both kernels"},
     "cuda/kernels/fwd_sm90_wide": {"cuda/kernels/fwd_sm90/": "parameters"},
     "cuda/kernels/bwd_sm90": {**BWD_ROWS,

@@ -78,8 +78,9 @@ __device__ __forceinline__ bool adds_nonfinite(const float (&sum)[kCount], const
 }
 
 // acc += P T over the pairs for which visible(row r of the lane, row of T) holds, in fp32. row_at(n) is row n of T, of
-// `columns` columns. In a place where registers are short, so that accumulators are rotated past four of them.
-template <int kSteps, int kCount, typename Visible, typename RowAt>
+// `columns` columns. With kMaskedByBits pairs of which P is kMaskedP are not visible either. In a place where registers are short, so that
+// accumulators are rotated past four of them.
+template <bool kMaskedByBits = false, int kSteps, int kCount, typename Visible, typename RowAt>
 __device__ __forceinline__ void add_visible_pairs(float (&acc)[kCount], const uint32_t (&p)[kPlanes][kSteps][4], int columns,
                                                   int lane, Visible visible, RowAt row_at) {
 #pragma unroll 1
@@ -93,7 +94,7 @@ __device__ __forceinline__ void add_visible_pairs(float (&acc)[kCount], const ui
       for (int i = 0; i < kPlanes; ++i) p_of_key(p[i], n, bits[i], lane);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        if (!visible(r, n)) continue;
+        if (!visible(r, n) || (kMaskedByBits && bits[0][r] == kMaskedPBits)) continue;
         const float factor = sum_of_parts({bits[0][r], bits[1][r], bits[2][r]}, false);
         const float *from = row_at(n);
 #pragma unroll

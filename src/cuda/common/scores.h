@@ -43,6 +43,8 @@ constexpr ScoreSet kSmooth = kSoftcap | kAlibi | kBlockMask;
 constexpr ScoreSet kBiased = kTileBias | kBlockMask;
 constexpr ScoreSet kDropped = kDropout | kBlockMask;
 constexpr ScoreSet kMasked = kBlockMask | kDataMask;
+// Kernels of fp32 operands on tensor cores. A bias of fp32 is never kTileBias.
+constexpr ScoreSet kFp32Scores = kSoftcapAlibi | kMasked | kDropout | kAnyBias;
 // All but a score text.
 constexpr ScoreSet kAll = kSoftcap | kAlibi | kBlockMask | kDropout | kEveryBias | kLogAlibi | kDataMask | kMaxLogit;
 // All mixtures in which a bias can be loaded as tiles.

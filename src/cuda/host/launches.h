@@ -57,6 +57,8 @@ void add_dbias_launch(const BackwardProblem &problem, const BackwardPlan &plan, 
 namespace simt {
 FA_FORWARD_LAUNCHER;
 FA_BACKWARD_LAUNCHER;
+// The launch of dbias alone, behind the launch of the row kernel, of a plan whose Q tiles have kRowPadding rows.
+void add_dbias_launch(const BackwardProblem &problem, const BackwardPlan &plan, const LaunchMemory &memory, Launches &launches);
 }  // namespace simt
 namespace sm90 {
 FA_FORWARD_LAUNCHER;

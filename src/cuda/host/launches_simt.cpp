@@ -33,11 +33,9 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   return FA_OK;
 }
 
-fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory, Launches &launches,
-                       ErrorText &) {
+namespace {
+void set_params(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory, BackwardParams &params) {
   const Problem &p = b.forward;
-  auto &scored = launches.make_params<ScoreTextParams<BackwardParams>>();
-  BackwardParams &params = scored.params;
   set_rows(b, plan, /*lse_unit=*/1.f, /*p_exponent=*/0, memory.workspace, params);
   params.query_blocks = plan.query_blocks;
   params.key_blocks = plan.key_blocks;
@@ -53,6 +51,14 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;
   params.mask = memory.mask;
+}
+}  // namespace
+
+fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory, Launches &launches,
+                       ErrorText &) {
+  auto &scored = launches.make_params<ScoreTextParams<BackwardParams>>();
+  BackwardParams &params = scored.params;
+  set_params(b, plan, memory, params);
   launches.add("backward row kernel", backward_rows_launch(params), &params);
   Launch launch = backward_launch(plan.shape, params);
   use_score_text(memory.score_text, scored, launch);
@@ -64,6 +70,12 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   }
   if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
   return FA_OK;
+}
+
+void add_dbias_launch(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory, Launches &launches) {
+  auto &scored = launches.make_params<ScoreTextParams<BackwardParams>>();
+  set_params(b, plan, memory, scored.params);
+  launches.add("dbias kernel", bias_launch(scored.params), &scored.params);
 }
 
 }  // namespace fa::cuda::simt

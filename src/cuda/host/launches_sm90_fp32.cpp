@@ -70,6 +70,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.q_batch = Split::batches(p.q_lengths, p.batch);
   params.k_batch = Split::batches(p.k_lengths, p.batch);
   params.vector_out = plan.vector.out;
+  params.mask = memory.mask;
   launches.add("forward kernel", {forward_kernel(plan.shape), shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true},
                &params);
   return FA_OK;
@@ -90,7 +91,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
       split.add("workspace for v", p.v, false, p.head_dim_v, plan.planes_offset[2], kTileRows, params.v_map, error));
   FA_RETURN_IF_ERROR(
       split.add("workspace for dout", b.dout, true, p.head_dim_v, plan.planes_offset[3], kTileRows, params.dout_map, error));
-  const int64_t tiles = q_tiles_of_all_heads(params);
+  const int64_t tiles = int64_t{q_tiles_of_all_heads(params)} * plan.q_tile_rows / kTileRows;
   FA_RETURN_IF_ERROR(
       describe_row_statistics(memory.driver, "workspace for lse", params.row_lse, tiles, kTileRows, params.lse_map, error));
   FA_RETURN_IF_ERROR(describe_row_statistics(memory.driver, "workspace for delta", params.row_delta, tiles, kTileRows,
@@ -107,6 +108,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.vector_dq = plan.vector.dq;
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;
+  params.mask = memory.mask;
   launches.add("backward row kernel", backward_rows_launch(params), &params);
   if (plan.blocks > 0) {
     split.launch(launches);
@@ -114,6 +116,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
                  {backward_kernel(plan.shape), shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true}, &params);
   }
   if (p.k_lengths.left_padding != nullptr) launches.add("left padding kernel", backward_padding_launch(params), &params);
+  if (b.dbias.data != nullptr) simt::add_dbias_launch(b, plan, memory, launches);
   if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
   return FA_OK;
 }

@@ -33,7 +33,10 @@ bool place_planes(const Problem &p, size_t (&offsets)[kCount], size_t &bytes) {
   return blocks <= INT32_MAX;
 }
 
-constexpr const char *kReason = "Hopper kernel (wgmma, TMA) for fp32: products of bf16 parts";
+constexpr const char *reason(ScoreSet scores) {
+  return scores == kPlain ? "Hopper kernel (wgmma, TMA) for fp32: products of bf16 parts"
+                          : "Hopper kernel (wgmma, TMA) for fp32 with score terms or masks as data: products of bf16 parts";
+}
 
 }  // namespace
 
@@ -53,7 +56,7 @@ bool plan_sm90_fp32(const ForwardProblem &p, const Needs &needs, const Device &d
         l2_group_of(p, device, p.heads_q, kv_head_bytes(p) * 3 / 2 / p.group, is_causal(p) ? device.multiprocessors : 1);
     plan.workspace_bytes = bytes;
     plan.tma_kv = true;
-    plan.reason = kReason;
+    plan.reason = reason(kernel.scores);
     return true;
   }
   return false;
@@ -73,9 +76,9 @@ fa_status plan_backward_sm90_fp32(const BackwardProblem &b, const Needs &needs, 
   const std::span<const KernelRow> kernels = candidates(Family::sm90_fp32, Pass::backward, needs);
   const auto row =
       std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) { return can_run(kernel, needs, device); });
-  found = row != kernels.end() && b.dbias.data == nullptr && p.q_lengths.max_len > kFewQueries;
+  found = row != kernels.end() && p.q_lengths.max_len > kFewQueries;
   if (!found) return FA_OK;
-  plan.q_tile_rows = sm90_fp32::kTileRows;
+  plan.q_tile_rows = sm90_fp32::stat_rows(row->scores != kPlain);
   plan.q_tiles = static_cast<int32_t>(ceil_div(p.q_lengths.max_len, plan.q_tile_rows));
   const size_t rows = static_cast<size_t>(q_tiles_of_a_head(p, plan.q_tile_rows, plan.q_tiles) * p.heads_q) *
                       static_cast<size_t>(plan.q_tile_rows);
@@ -93,7 +96,7 @@ fa_status plan_backward_sm90_fp32(const BackwardProblem &b, const Needs &needs, 
   FA_RETURN_IF_ERROR(check_grid(int64_t{plan.q_tiles} + plan.key_blocks, p.heads_q, p.batch, error));
   plan.family = Family::sm90_fp32;
   plan.shape = row->shape;
-  plan.reason = kReason;
+  plan.reason = reason(row->scores);
   plan.zero_dq_sum = false;
   plan.blocks = b.dq.data != nullptr ? p.batch * p.heads_q * plan.query_blocks : 0;
   if (b.dk.data != nullptr || b.dv.data != nullptr) plan.blocks += p.batch * p.heads_k * plan.key_blocks;

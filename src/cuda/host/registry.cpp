@@ -127,12 +127,14 @@ constexpr auto kRows = concatenate(
               row.features = kCacheFeatures | kBatchInvariantVarlenQ | kHugePackedKv | (shape.lists ? kListedKeys : 0);
             }),
     rows_of(sm90_fp32::kForwardShapes, Family::sm90_fp32, Pass::forward,
-            [](KernelRow &row, const sm90_fp32::ForwardShape &) {
+            [](KernelRow &row, const sm90_fp32::ForwardShape &shape) {
               row.set = "sm90_fp32_fwd";
               row.any_dtype = true;
               row.operands = kFp32;
+              row.scores = shape.scores;
               // Not batch-invariant: whether a problem is long enough for it depends on max_seqlen_q. TMA loads planes alone.
-              row.features = kDeterministic | kSeparateV | kLeftPadding | kPlainScores | kUnalignedRows | kNoTma;
+              row.features = kDeterministic | kSeparateV | kLeftPadding | kUnalignedRows | kNoTma |
+                             (shape.scores != kPlain ? 0 : kPlainScores);
             }),
     rows_of(sm80::kBackwardShapes, Family::sm80, Pass::backward,
             [](KernelRow &row, const sm80::BackwardShape &shape) {
@@ -161,12 +163,14 @@ constexpr auto kRows = concatenate(
               row.rows = shape.keys();
             }),
     rows_of(sm90_fp32::kBackwardShapes, Family::sm90_fp32, Pass::backward,
-            [](KernelRow &row, const sm90_fp32::BackwardShape &) {
+            [](KernelRow &row, const sm90_fp32::BackwardShape &shape) {
               row.set = "sm90_fp32_bwd";
               row.any_dtype = true;
               row.operands = kFp32;
+              row.scores = shape.scores;
               // Not batch-invariant: whether a problem is long enough for it depends on max_seqlen_q. TMA loads planes alone.
-              row.features = kDeterministic | kSeparateV | kLeftPadding | kPlainScores | kUnalignedRows | kNoTma;
+              row.features = kDeterministic | kSeparateV | kLeftPadding | kUnalignedRows | kNoTma |
+                             (shape.scores != kPlain ? 0 : kPlainScores);
               row.rows = sm90_fp32::kOwnRows;
             }),
     rows_of(sm90::kJvpShapes, Family::sm90, Pass::jvp, [](KernelRow &row, const sm90::JvpShape &) {

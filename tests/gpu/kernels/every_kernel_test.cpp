@@ -179,6 +179,12 @@ std::vector<Case> cases() {
           if (everything) c.starts = {0, 3, 75};
         }
         all.push_back(c);
+        if (everything && dtype == FA_FLOAT32 && head_dim <= 128) {  // Hopper has kernels for it, but no splits
+          Case whole = c;
+          whole.num_splits = 1;
+          whole.q.seqlen = whole.k.seqlen = 300;
+          all.push_back(whole);
+        }
         if (head_dim == 320 && dtype != FA_FLOAT32 && (scores == kPlain || scores == kSmooth || scores == kLargest)) {
           Case more = c;  // Hopper has other kernels for few tiles of queries. Of these each still has a CTA of its own
           more.heads_q = more.heads_k = 30 / c.batch;

@@ -14,23 +14,31 @@
 // shared memory is full of own rows.
 //
 // The product of a tile with P or dS begins with zero, and is added to its gradient in fp32.
+//
+// With softcap or dropout dS needs more of S than P as it was multiplied with dO, and there is no register that could hold it: CTAs of dk and dv
+// stream Q a third time and compute S^T again, between dP^T and dk.
 #pragma once
 
 #include "cuda/common/bf16_parts.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
+#include "cuda/common/natural_scores.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/bwd_sm90/dropout.cuh"
+#include "cuda/kernels/bwd_sm90/shown_pairs.cuh"
 #include "cuda/kernels/bwd_sm90_fp32/backward.h"
 
 namespace fa::cuda::sm90_fp32 {
 
-template <int kD_, int kStages_>
+// kScores: plain scores, or any mixture of terms.
+template <int kD_, int kStages_, ScoreSet kScores>
 struct BackwardConfig {
   using Storage = BackwardStorage<kD_, kStages_>;
+  static constexpr bool kScored = kScores != kPlain;
   static constexpr int kD = kD_, kStages = kStages_, kAtoms = kD / 64;
   // Warpgroups: the producer, and two consumers.
   static constexpr int kThreads = 384, kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -47,7 +55,8 @@ class Backward {
       : a_(params),
         g_(params.problem),
         p_(params.problem.forward),
-        work_(reinterpret_cast<Storage *>(shared)->work),
+        storage_(*reinterpret_cast<Storage *>(shared)),
+        work_(storage_.work),
         smem_(smem_address(shared)),
         lane_(static_cast<int>(threadIdx.x & 31)),
         wg_(static_cast<int>(uniform(threadIdx.x / 128)) - 1) {}
@@ -89,6 +98,7 @@ class Backward {
   using PPlanes = uint32_t[kPlanes][4][4];  // P or dS of a warpgroup, as A operands
   using Accumulator = float[C::kAtoms][32];
   using Mma = Wgmma<__nv_bfloat16, 64>;
+  static constexpr int kStatRows = stat_rows(C::kScored);
 
   // CTAs of dk and dv, which have more to do, come first, then those of dq.
   __device__ __forceinline__ void describe_work() const {
@@ -116,6 +126,9 @@ class Backward {
              place.row_block == order.row_blocks - 1,
              queries,
              keys};
+    if constexpr (C::kScored) {
+      if (p_.dropout.threshold > 0) storage_.dropout = load_dropout_key(p_.dropout);
+    }
   }
 
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, work_.q.len, work_.k.len}; }
@@ -150,16 +163,42 @@ class Backward {
   }
 
   __device__ __forceinline__ bool no_tiles() const { return work_.tile_begin >= work_.tile_end; }
-  // The main loop: calls f(iteration, query head, tile). Head and tile are computed from the iteration: there is no
-  // register for them.
+  // The main loop: calls f(iteration, query head, tile). Head and tile are computed from the iteration, or with masks as data from a place in the
+  // order of heads and tiles: there is no register for them.
   template <bool kOwnsQueries, typename F>
   __device__ __forceinline__ void for_each_tile(F f) const {
     const int heads = kOwnsQueries ? 1 : static_cast<int>(p_.group);
+    [[maybe_unused]] int iteration = 0;
 #pragma unroll 1
-    for (int n = 0; n < heads * (work_.tile_end - work_.tile_begin); ++n) {
+    for (int n = next_iteration<kOwnsQueries>(0); n < heads * (work_.tile_end - work_.tile_begin);
+         n = next_iteration<kOwnsQueries>(n + 1)) {
       const int tiles = work_.tile_end - work_.tile_begin, head = kOwnsQueries ? 0 : n / tiles;
-      f(n, work_.own_head * heads + head, work_.tile_begin + n - head * tiles);
+      f(C::kScored ? iteration++ : n, work_.own_head * heads + head, work_.tile_begin + n - head * tiles);
     }
+  }
+  // The first place from n on of whose tile masks as data show a pair, or one behind the last.
+  template <bool kOwnsQueries>
+  __device__ __forceinline__ int next_iteration(int n) const {
+    if constexpr (C::kScored) {
+      if (!a_.mask.given()) return n;
+      const CellBits &map = kOwnsQueries ? a_.mask.by_query : a_.mask.by_key;
+      const int heads = kOwnsQueries ? 1 : static_cast<int>(p_.group), tiles = work_.tile_end - work_.tile_begin;
+      const int second =
+          work_.own0 + kCell < (kOwnsQueries ? work_.q.len : work_.k.len) ? map.words : 0;  // to the other row of cells
+      static_assert(kTileRows == kCell && kOwnRows == 2 * kCell);
+#pragma unroll 1
+      while (n < heads * tiles) {
+        const int head = n / tiles, tile = work_.tile_begin + n - head * tiles;
+        const uint32_t *row =
+            map.visible +
+            (a_.mask.plane(work_.batch, work_.own_head * heads + head) * map.rows + work_.own0 / kCell) * map.words + tile / 32;
+        const uint32_t visible = (row[0] | row[second]) & ~0u << tile % 32;
+        const int next = visible != 0 ? tile / 32 * 32 + __ffs(static_cast<int>(visible)) - 1 : (tile / 32 + 1) * 32;
+        if (visible != 0 && next < work_.tile_end) return n + next - tile;
+        n += min(next, work_.tile_end) - tile;
+      }
+    }
+    return n;
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -215,7 +254,7 @@ class Backward {
         load_tile<false, true>(a_.v_map, tile, work_.head_k, pipe);
         load_tile<false, false>(a_.k_map, tile, work_.head_k, pipe);
       } else {
-        const int at = n % 2, row = first_q_tile_of(a_, work_.batch, head, kTileRows) + tile;
+        const int at = n % 2, row = first_q_tile_of(a_, work_.batch, head, kStatRows) * (kStatRows / kTileRows) + tile;
         mbarrier_wait(stats_empty(at), (n / 2 % 2) ^ 1);
         if (elect_one()) {
           mbarrier_arrive_expect_tx(stats_full(at), 2 * kTileRows * 4);
@@ -225,6 +264,7 @@ class Backward {
         load_tile<true, true>(a_.q_map, tile, head, pipe);
         load_tile<true, false>(a_.dout_map, tile, head, pipe);
         load_tile<true, true>(a_.dout_map, tile, head, pipe);
+        if (computes_s_twice()) load_tile<true, true>(a_.q_map, tile, head, pipe);
         load_tile<true, false>(a_.q_map, tile, head, pipe);
       }
     });
@@ -323,8 +363,9 @@ class Backward {
       for (int i = 0; i < kPlanes; ++i) fence_operand(x[i]);
       release(last);
       if (adds_nonfinite(gradient[a], of_tile)) {
-        add_visible_pairs(
-            gradient[a], x, columns - a * 64, lane_, [&](int r, int n) { return makes_pair<kOwnsQueries>(r, first + n); },
+        add_visible_pairs<C::kScored>(
+            gradient[a], x, columns - a * 64, lane_,
+            [&](int r, int n) { return C::kScored || makes_pair<kOwnsQueries>(r, first + n); },
             [&](int n) { return tensor_row<!kOwnsQueries>(tensor, first + n, head) + a * 64; });
       } else {
 #pragma unroll
@@ -416,6 +457,86 @@ class Backward {
       }
     }
   }
+  // Score terms, masks as data and dropout
+  __device__ __forceinline__ bool computes_s_twice() const {
+    return C::kScored && (p_.softcap > 0 || p_.dropout.threshold > 0);
+  }
+  __device__ __forceinline__ ScoredHead scored_head(int head) const { return {work_.batch, head, work_.q.len, work_.k.len}; }
+  template <bool kOwnsQueries>
+  __device__ __forceinline__ NaturalScores<kOwnsQueries> scores_of(int head, int first) const {
+    return {p_, scored_head(head), own_row(0), first, lane_};
+  }
+  // The pairs of a tile that band, lengths and masks as data hide, one bit for each element.
+  template <bool kOwnsQueries>
+  __device__ __forceinline__ uint32_t hidden_pairs(int head, int first, bool partial) const {
+    uint32_t hidden = 0;
+    const auto hide = [&](int n) { hidden |= 1u << n; };
+    if (partial) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) for_masked_in_row<Fragment>(r, pairs_of<kOwnsQueries>(r), first, opaque(lane_), hide);
+    }
+    if (!a_.mask.given()) return hidden;
+    const int own = work_.own0 + wg_ * 64;
+    if constexpr (kOwnsQueries) {
+      for_hidden_by_data(a_.mask, p_, scored_head(head), own, own_row(0), first, lane_, hide);
+    } else {
+      sm90::ShownPairs<64> shown;
+      const uint32_t code = own < work_.k.len ? cell_code(a_.mask, work_.batch, head, first, own) : 0;
+      shown.find(a_.mask, p_, work_.batch, head, first, own, code);
+      shown.for_hidden(0, hide);
+    }
+    return hidden;
+  }
+  // S becomes P, whose hidden pairs are returned as bits: those of masks, and logits of -inf. derivative(n, x): as in NaturalScores.
+  template <bool kOwnsQueries, typename Lse, typename Derivative>
+  __device__ __forceinline__ uint32_t exponentiate_scored(float (&s)[32], int head, int first, bool partial, Lse lse,
+                                                          Derivative derivative) const {
+    uint32_t hidden = hidden_pairs<kOwnsQueries>(head, first, partial);
+    if (__any_sync(~0u, isnan(nan_if_nonfinite(s)))) {
+      bool again = false;  // in visible pairs of queries whose lse is a number
+      for_each_pair(lse, [&](int n, float2 x) {
+        again |= ((hidden >> n & 1) == 0 && !(fabsf(s[n]) < CUDART_INF_F) && fabsf(x.x) < CUDART_INF_F) ||
+                 ((hidden >> (n + 1) & 1) == 0 && !(fabsf(s[n + 1]) < CUDART_INF_F) && fabsf(x.y) < CUDART_INF_F);
+      });
+      if (__any_sync(~0u, again)) compute_s_again<kOwnsQueries>(s, head, first);
+    }
+    float scale = p_.softmax_scale;
+    if (p_.score_terms()) {
+      const NaturalScores<kOwnsQueries> terms = scores_of<kOwnsQueries>(head, first);
+      if (!has_plain_scores(p_)) {
+        terms.add_terms(s, derivative);
+        scale = 1.f;
+      }
+      if (p_.bias.data != nullptr) terms.add_bias(s, scale);
+      scale = 1.f;
+#pragma unroll
+      for (int n = 0; n < 32; ++n)
+        if (s[n] == -CUDART_INF_F) hidden |= 1u << n;
+    }
+    for_each_pair(lse, [&](int n, float2 x) {
+      s[n] = exponential(fmaf(s[n], scale, -x.x));
+      s[n + 1] = exponential(fmaf(s[n + 1], scale, -x.y));
+    });
+    hide(s, hidden);
+    return hidden;
+  }
+  static __device__ __forceinline__ void hide(float (&x)[32], uint32_t hidden) {
+#pragma unroll
+    for (int n = 0; n < 32; ++n)
+      if ((hidden >> n & 1) != 0) x[n] = kMaskedP;
+  }
+  // dP of dropped pairs becomes 0.
+  __device__ __forceinline__ void drop_dp(float (&dp)[32], uint32_t dropped) const {
+#pragma unroll
+    for (int n = 0; n < 32; ++n) dp[n] = (dropped >> n & 1) != 0 ? 0.f : dp[n] * p_.dropout.keep_scale;
+  }
+  __device__ __forceinline__ uint32_t draw_dropped_transposed(int head, int first) const {
+    sm90::DroppedPairs<64> dropped;
+    const uint32_t bh = static_cast<uint32_t>(work_.batch * static_cast<int>(p_.heads_q) + head);
+    dropped.draw(smem_ + offsetof(Storage, dropout), p_.dropout.threshold, bh, first, work_.own0 + consumer_warp() * 16, lane_);
+    return dropped.word[0];
+  }
+
   // Calls f(n, stat(n)) for elements n and n + 1 of a fragment. stat(n) is called once for the elements in the same columns.
   template <typename Stat, typename F>
   static __device__ __forceinline__ void for_each_pair(Stat stat, F f) {
@@ -455,7 +576,7 @@ class Backward {
     Pipeline pipe;
     if (!no_tiles()) {
       pdl_wait();
-      const int64_t first = int64_t{first_q_tile_of(a_, work_.batch, work_.own_head, kTileRows)} * kTileRows;
+      const int64_t first = int64_t{first_q_tile_of(a_, work_.batch, work_.own_head, kStatRows)} * kStatRows;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         if (own_row(r) >= work_.q.len) continue;
@@ -472,11 +593,26 @@ class Backward {
       start_scores(s, 0, pipe, last, false);
       start_scores(dp, 1, pipe, last, true);
       fence_operand(s);
-      exponentiate<true>(s, head, first, partial, OfRows{row_lse});
-      finish_scores(dp, last);
+      if constexpr (C::kScored) {
+        float derivative[32];
+        const uint32_t hidden =
+            exponentiate_scored<true>(s, head, first, partial, OfRows{row_lse}, [&](int n, float x) { derivative[n] = x; });
+        finish_scores(dp, last);
+        if (p_.dropout.threshold > 0) drop_dp(dp, scores_of<true>(head, first).draw_dropped());
 #pragma unroll
-      for (int n = 0; n < 32; ++n) s[n] *= dp[n] - row_delta[Fragment::row(n)];
-      if (partial) mask<true>(s, first);
+        for (int n = 0; n < 32; ++n) s[n] = fmaf(s[n], dp[n] - row_delta[Fragment::row(n)], 0.f);  // + 0: -0 is a hidden pair
+        if (p_.softcap > 0) {
+#pragma unroll
+          for (int n = 0; n < 32; ++n) s[n] = fmaf(s[n], derivative[n], 0.f);
+        }
+        hide(s, hidden);
+      } else {
+        exponentiate<true>(s, head, first, partial, OfRows{row_lse});
+        finish_scores(dp, last);
+#pragma unroll
+        for (int n = 0; n < 32; ++n) s[n] *= dp[n] - row_delta[Fragment::row(n)];
+        if (partial) mask<true>(s, first);
+      }
       PPlanes ds;
       split_fragment(s, ds);
       add_product<true>(dq, dp, ds, pipe, p_.k, work_.head_k, first, static_cast<int>(p_.head_dim));
@@ -496,7 +632,7 @@ class Backward {
       clear(dv[a]);
     }
     // Where a tile takes all stages an even number of times, stages and phases are constants.
-    constexpr bool kSamePhases = 12 * C::kAtoms % (2 * C::kStages) == 0;
+    constexpr bool kSamePhases = !C::kScored && 12 * C::kAtoms % (2 * C::kStages) == 0;
     Pipeline pipe;
     if (!no_tiles()) mbarrier_wait(own_full(), 0);
     for_each_tile<false>([&](int iteration, int head, int tile) {
@@ -509,7 +645,17 @@ class Backward {
       start_scores(acc, 0, pipe, last, false);
       mbarrier_wait(stats_full(at), iteration / 2 % 2);
       finish_scores(acc, last);
-      exponentiate<false>(acc, head, first, partial, OfColumns{lse(at) + Fragment::first_key(lane_) * 4});
+      const OfColumns tile_lse{lse(at) + Fragment::first_key(lane_) * 4};
+      [[maybe_unused]] uint32_t hidden, dropped = 0;
+      if constexpr (C::kScored) {
+        hidden = exponentiate_scored<false>(acc, head, first, partial, tile_lse, [](int, float) {});
+        if (p_.dropout.threshold > 0) {
+          dropped = draw_dropped_transposed(head, first);
+          drop(acc, dropped);
+        }
+      } else {
+        exponentiate<false>(acc, head, first, partial, tile_lse);
+      }
       split_fragment(acc, x);
       add_product<false>(dv, acc, x, pipe, g_.dout, head, first, static_cast<int>(p_.head_dim_v));
       // P again, in fewer registers than its parts. The sum makes the compiler compute it before the wait of the next
@@ -523,17 +669,37 @@ class Backward {
       compute_before_wait(sum);
       start_scores(acc, 1, pipe, last, false);
       finish_scores(acc, last);
-      for_each_pair(OfColumns{delta(at) + Fragment::first_key(lane_) * 4}, [&](int n, float2 d) {
-        ds[n] *= acc[n] - d.x;
-        ds[n + 1] *= acc[n + 1] - d.y;
-      });
+      const OfColumns tile_delta{delta(at) + Fragment::first_key(lane_) * 4};
+      if (computes_s_twice()) {
+        if (p_.dropout.threshold > 0) drop_dp(acc, dropped);
+        for_each_pair(tile_delta, [&](int n, float2 d) {
+          ds[n] = acc[n] - d.x;
+          ds[n + 1] = acc[n + 1] - d.y;
+        });
+        start_scores(acc, 0, pipe, last, false);
+        finish_scores(acc, last);
+        hidden = exponentiate_scored<false>(acc, head, first, partial, tile_lse, [&](int n, float x) { ds[n] *= x; });
+#pragma unroll
+        for (int n = 0; n < 32; ++n) ds[n] *= acc[n];
+      } else {
+        for_each_pair(tile_delta, [&](int n, float2 d) {
+          ds[n] *= acc[n] - d.x;
+          ds[n + 1] *= acc[n + 1] - d.y;
+        });
+      }
       release_warp(stats_empty(at));
-      if (partial) mask<false>(ds, first);
+      if constexpr (C::kScored) {
+#pragma unroll
+        for (int n = 0; n < 32; ++n) ds[n] += 0.f;  // -0 is a hidden pair
+        hide(ds, hidden);
+      } else {
+        if (partial) mask<false>(ds, first);
+      }
       split_fragment(ds, x);
       add_product<false>(dk, acc, x, pipe, p_.q, head, first, static_cast<int>(p_.head_dim));
     });
     store<false>(g_.dk, dk, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);
-    store<false>(g_.dv, dv, 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
+    store<false>(g_.dv, dv, C::kScored ? p_.dropout.keep_scale : 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -567,6 +733,7 @@ class Backward {
   const BackwardParams &a_;
   const BackwardProblem &g_;
   const Problem &p_;
+  Storage &storage_;
   BackwardWork &work_;
   const uint32_t smem_;
   const int lane_, wg_;  // wg_ of the consumers, -1 is the producer

@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 
+#include "cuda/common/data_mask.h"
 #include "cuda/common/divisor.h"
 #include "cuda/common/l2_head_order.h"
 #include "cuda/kernels/bwd_pre_post/backward_rows.h"
@@ -22,6 +23,7 @@ struct BackwardParams : BackwardRows {
   int32_t key_blocks;                    // CTAs of dk and dv, which come first; 0 if neither is wanted
   int32_t q_batch, k_batch;              // sequences of a plane: 1 where packed
   bool vector_dq, vector_dk, vector_dv;  // 16-byte stores are legal
+  DataMask mask;                         // of kernels for any mixture of terms
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kBackwardShapes.

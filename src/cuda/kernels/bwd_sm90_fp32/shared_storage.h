@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "core/philox.h"
 #include "cuda/common/bf16_parts.h"
 #include "cuda/common/sequence_rows.h"
 
@@ -11,6 +12,9 @@ namespace fa::cuda::sm90_fp32 {
 
 constexpr int kOwnRows = 128;  // of a CTA: 64 for each consumer warpgroup
 constexpr int kTileRows = 64;  // of the tiles that are streamed
+// Rows of a head's lse and delta in the workspace are padded to multiples of these. Kernels for score terms share them with the kernel for dbias,
+// simt::kRowPadding.
+constexpr int stat_rows(bool scored) { return scored ? 128 : kTileRows; }
 
 // The work of a CTA, in shared memory: there is no register that could hold it.
 struct BackwardWork {
@@ -33,6 +37,7 @@ struct BackwardStorage {
   uint64_t own_full, full[kStages], empty[kStages];
   uint64_t stats_full[2], stats_empty[2];
   BackwardWork work;
+  DropoutKey dropout;  // of kernels with dropout
 };
 
 }  // namespace fa::cuda::sm90_fp32

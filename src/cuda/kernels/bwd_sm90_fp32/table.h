@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cuda/common/scores.h"
 #include "cuda/kernels/bwd_sm90_fp32/shared_storage.h"
 
 namespace fa::cuda::sm90_fp32 {
@@ -12,18 +13,22 @@ struct BackwardShape {
   const char *name;
   int32_t head_dim;  // bucket of q, k and v
   int32_t stages;    // of the pipeline of atoms
+  ScoreSet scores;
   int32_t storage_bytes;
 
   static constexpr int32_t threads() { return 384; }
   constexpr int32_t shared_bytes() const { return storage_bytes; }
 };
 
-// X(name, head_dim, stages)
+// X(name, head_dim, stages, scores)
 #define FA_SM90_FP32_BACKWARD_TABLE(X) \
-  X(d64, 64, 16)                       \
-  X(d128, 128, 4)
+  X(d64, 64, 16, kPlain)               \
+  X(d128, 128, 4, kPlain)              \
+  X(d64g, 64, 16, kFp32Scores)         \
+  X(d128g, 128, 4, kFp32Scores)
 
-#define FA_SM90_FP32_SHAPE(name, head_dim, stages) {#name, head_dim, stages, sizeof(BackwardStorage<head_dim, stages>)},
+#define FA_SM90_FP32_SHAPE(name, head_dim, stages, scores) \
+  {#name, head_dim, stages, scores, sizeof(BackwardStorage<head_dim, stages>)},
 constexpr BackwardShape kBackwardShapes[] = {FA_SM90_FP32_BACKWARD_TABLE(FA_SM90_FP32_SHAPE)};
 #undef FA_SM90_FP32_SHAPE
 

@@ -5,7 +5,7 @@
 // product of two of them is six products of planes. A CTA owns 128 queries of a head:
 //
 //   producer warp:             loads the planes of Q, and those of K and V through one pipeline
-//   consumer warpgroups (2):   64 queries each: S = Q K^T, masks, P = exp(S - m), P as three planes in registers, out += P V
+//   consumer warpgroups (2):   64 queries each: S = Q K^T, score terms, masks, P = exp(S - m), P as three planes in registers, out += P V
 //
 // wgmma truncates sums, so that a long chain of additions loses accuracy, always in the same direction. Two rules keep
 // chains short: the small products of planes are added before the product of the first planes, and P V of each KV tile
@@ -20,6 +20,7 @@
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
+#include "cuda/common/natural_scores.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
@@ -28,11 +29,13 @@
 
 namespace fa::cuda::sm90_fp32 {
 
-template <int kD_, int kKeys_, int kStages_>
+// kScores: plain scores, or any mixture of terms.
+template <int kD_, int kKeys_, int kStages_, ScoreSet kScores>
 struct ForwardConfig {
   using Storage = ForwardStorage<kD_, kKeys_, kStages_>;
   static constexpr int kD = kD_, kKeys = kKeys_, kStages = kStages_;
-  // Warpgroups: the producer, and two consumers.
+  static constexpr bool kScored = kScores != kPlain;
+  // Warpgroups: the producer, which reads masks as data, and two consumers.
   static constexpr int kThreads = 384, kProducerRegisters = 24, kConsumerRegisters = 240;
   static_assert(kD % 64 == 0 && kKeys % 64 == 0);
 };
@@ -96,6 +99,27 @@ class Forward {
              place.row_block == a_.order.row_blocks - 1,
              queries,
              keys};
+    work_.tile_begin = next_tile(tiles.begin);
+  }
+
+  // The first KV tile from `tile` on of which masks as data show a pair, or a number that is not below tile_end.
+  __device__ __forceinline__ int next_tile(int tile) const {
+    if constexpr (C::kScored) {
+      const CellBits &map = a_.mask.by_query;
+      if (!a_.mask.given() || tile >= work_.tile_end) return tile;
+      constexpr int kCells = C::kKeys / kCell;
+      const uint32_t *row = map.visible + row_of_cells(a_.mask, work_.batch, work_.head_q, work_.row0);
+      const int second = work_.row0 + kCell < work_.q.len ? map.words : 0;  // to the other row of cells
+      int cell = tile * kCells;
+      do {
+        const int word = cell >> 5;
+        const uint32_t visible = (row[word] | row[word + second]) & ~0u << (cell & 31);
+        if (visible != 0) return (word * 32 + __ffs(static_cast<int>(visible)) - 1) / kCells;
+        cell = (word + 1) * 32;
+      } while (cell < work_.tile_end * kCells);
+      return work_.tile_end;
+    }
+    return tile;
   }
 
   __device__ __forceinline__ bool no_tiles() const { return work_.tile_begin >= work_.tile_end; }
@@ -151,7 +175,7 @@ class Forward {
     }
     Pipeline pipe;
 #pragma unroll 1
-    for (int tile = work_.tile_begin; tile < work_.tile_end; ++tile) {
+    for (int tile = work_.tile_begin; tile < work_.tile_end; tile = next_tile(tile + 1)) {
       load_planes(a_.k_map, tile, pipe);
       load_planes(a_.v_map, tile, pipe);
     }
@@ -188,15 +212,20 @@ class Forward {
       if (wg_ == 1) mbarrier_wait(first_s(), 0);
     }
 #pragma unroll 1
-    for (int tile = work_.tile_begin; tile < work_.tile_end; ++tile) {
+    for (int tile = work_.tile_begin; tile < work_.tile_end; tile = next_tile(tile + 1)) {
       float s[C::kKeys / 2];
       compute_s(s, pipe);
       if (wg_ == 0 && tile == work_.tile_begin) release_warp(first_s());
       const int key0 = tile * C::kKeys;
       const bool partial = is_partial(key0);
       float tile_sum[2];
-      exponentiate(s, softmax, out, key0, partial, tile_sum);
-      if (__any_sync(~0u, (isnan(tile_sum[0]) && !isnan(softmax.sum[0])) || (isnan(tile_sum[1]) && !isnan(softmax.sum[1])))) {
+      if constexpr (C::kScored) {
+        exponentiate_scored(s, softmax, out, key0, partial, tile_sum);
+      } else {
+        exponentiate(s, softmax, out, key0, partial, tile_sum);
+      }
+      if (!C::kScored &&
+          __any_sync(~0u, (isnan(tile_sum[0]) && !isnan(softmax.sum[0])) || (isnan(tile_sum[1]) && !isnan(softmax.sum[1])))) {
         compute_s_again(s, key0);
         exponentiate(s, softmax, out, key0, partial, tile_sum);
       }
@@ -269,6 +298,43 @@ class Forward {
     }
   }
 
+  // The same with score terms and masks as data. Where a number that is not finite gives NaN, S is computed again.
+  __device__ __forceinline__ void exponentiate_scored(float (&s)[C::kKeys / 2], Softmax &softmax, float (&out)[C::kD / 2],
+                                                      int key0, bool partial, float (&tile_sum)[2]) const {
+    // Terms make scores natural logits.
+    const float scale = p_.score_terms() ? 1.f : p_.softmax_scale;
+    const ScoredHead head{work_.batch, work_.head_q, work_.q.len, work_.k.len};
+    const auto terms_of = [&](int half) { return NaturalScores<true>(p_, head, row(0), key0 + 64 * half, lane_); };
+    bool again = false;
+#pragma unroll 1
+    while (true) {
+#pragma unroll
+      for (int half = 0; half < C::kKeys / 64; ++half) {
+        const NaturalScores<true> terms = terms_of(half);
+        if (!has_plain_scores(p_)) terms.add_terms(s + 32 * half, [](int, float) {});
+        if (p_.bias.data != nullptr) terms.add_bias(s + 32 * half, has_plain_scores(p_) ? p_.softmax_scale : 1.f);
+      }
+      if (partial) mask_rows<Scores>(s, key0, lane_, [&](int r) { return keys_of_row(r); });
+      if (a_.mask.given()) {
+#pragma unroll
+        for (int half = 0; half < C::kKeys / 64; ++half)
+          for_hidden_by_data(a_.mask, p_, head, work_.row0 + wg_ * 64, row(0), key0 + 64 * half, lane_,
+                             [&](int n) { s[32 * half + n] = -CUDART_INF_F; });
+      }
+      if (softmax.update_max(s, scale, kRescaleThreshold * kLn2)) scale_rows<Out>(out, softmax.rescale);
+      softmax.template exponentiate</*kMasked=*/true>(s, scale, tile_sum);
+      if (again ||
+          !__any_sync(~0u, (isnan(tile_sum[0]) && !isnan(softmax.sum[0])) || (isnan(tile_sum[1]) && !isnan(softmax.sum[1]))))
+        break;
+      compute_s_again(s, key0);
+      again = true;
+    }
+    if (p_.dropout.threshold > 0) {
+#pragma unroll
+      for (int half = 0; half < C::kKeys / 64; ++half) drop(s + 32 * half, terms_of(half).draw_dropped());
+    }
+  }
+
   // P V of a KV tile.
   __device__ __forceinline__ void compute_pv(float (&of_tile)[C::kD / 2], PPlanes &p, Pipeline &pipe) const {
     fence_operand(of_tile);
@@ -325,8 +391,8 @@ class Forward {
 
   // out += P V over the visible pairs, from V as it is.
   __device__ __forceinline__ void add_pv_again(float (&out)[C::kD / 2], const PPlanes &p, int key0) const {
-    add_visible_pairs(
-        out, p, static_cast<int>(p_.head_dim_v), lane_, [&](int r, int n) { return sees(r, key0 + n); },
+    add_visible_pairs<C::kScored>(
+        out, p, static_cast<int>(p_.head_dim_v), lane_, [&](int r, int n) { return C::kScored || sees(r, key0 + n); },
         [&](int n) { return k_row(p_.v, key0 + n); });
   }
 
@@ -339,6 +405,10 @@ class Forward {
     softmax.reduce_sums();
     RowResult result[2];
     finalize_rows<BaseE>(softmax.max, softmax.sum, sink_of(p_, work_.head_q), result);
+    if constexpr (C::kScored) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) result[r].factor *= p_.dropout.keep_scale;
+    }
     const int columns = static_cast<int>(p_.head_dim_v);
     float *base = row_of_tensor<float>(p_.out, work_.batch, work_.q.start, work_.head_q);
 #pragma unroll

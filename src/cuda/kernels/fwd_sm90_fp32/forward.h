@@ -5,6 +5,7 @@
 #include <cuda.h>
 
 #include "core/forward_problem.h"
+#include "cuda/common/data_mask.h"
 #include "cuda/common/divisor.h"
 #include "cuda/common/l2_head_order.h"
 #include "cuda/kernels/fwd_sm90_fp32/table.h"
@@ -21,6 +22,7 @@ struct ForwardParams {
   Divisor group;             // query heads for one KV head
   int32_t q_batch, k_batch;  // sequences of a plane: 1 where packed
   bool vector_out;           // out allows 16-byte stores
+  DataMask mask;             // of kernels for any mixture of terms
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kForwardShapes.
