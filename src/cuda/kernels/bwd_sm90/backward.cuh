@@ -214,13 +214,13 @@ class Backward : ProducerWarps<C> {
   __device__ __forceinline__ void consumer() {
     QPipeline q_pipe;
     int n = 0;
+    if constexpr (C::kKvStages > 1) kv_stage_ = 0;
 #pragma unroll 1
     for (int work_index = 0; next_work_tile(work_index);) {
       if constexpr (kWg1MaySkip) cta_.work_stage += wg_;
       if (C::kStagesDkv) wait_staged_read();
 #pragma unroll
       for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
-      if constexpr (C::kKvStages > 1) kv_stage_ = uniform(work_index % C::kKvStages);
       const bool wg1_skips = kWg1MaySkip && cta_.work().wg1_skips;
       if (cta_.work().q_tile_begin < cta_.work().q_tile_end || wg1_skips) {
         int q_tile = cta_.work().q_tile_end - 1;
@@ -286,10 +286,11 @@ class Backward : ProducerWarps<C> {
           wait_staged_read();
           release_kv(v_empty(kv_stage()));
         }
-      } else {
-        release_kv(v_empty(kv_stage()));
+        // A work tile without queries has no K and V: their barriers do not count it. It waits for no load, so the consumers could otherwise release
+        // them twice before the producer has waited for the first time.
+        release_kv(k_empty(kv_stage()));
+        if constexpr (C::kKvStages > 1) kv_stage_ = uniform(kv_stage_ ^ 1);
       }
-      release_kv(k_empty(kv_stage()));
       if (C::kSplitTail && cta_.work().splits > 1 && !add_splits()) {
         work_index = cta_.work().work_index;
         release_work_tile(work_index++);

@@ -239,14 +239,12 @@ class ProducerWarps : protected SingleCta<C> {
 
   __device__ __forceinline__ void producer() {
     QPipeline q_pipe;
-    int visited = 0;
+    int visited = 0, kv_index = 0;  // kv_index: work tiles with queries, which alone have K and V
     for (int work_index = 0; next_work_tile(work_index); ++work_index) {
       if (cta_.work().q_tile_begin == cta_.work().q_tile_end) {
         pdl_wait();
-        wait_empty(k_empty(work_index % C::kKvStages), work_index);
-        wait_empty(v_empty(work_index % C::kKvStages), work_index);
       } else {
-        load_q_tiles(q_pipe, work_index, visited);
+        load_q_tiles(q_pipe, kv_index++, visited);
       }
       mbarrier_arrive_if(cta_.lane == 0, loads_issued());
       release_work_tile(again(work_index));
@@ -255,23 +253,23 @@ class ProducerWarps : protected SingleCta<C> {
 
   // Loads V and K, when those of an earlier work tile are no longer used: V first, whose last product, dP, comes before that of K, dq. Their bytes count
   // towards the barriers of the first Q and dO: `q_full`, `dout_full`.
-  __device__ __forceinline__ void load_kv(int work_index, uint32_t q_full, uint32_t dout_full) const {
-    const int stage = work_index % C::kKvStages;
-    load_keys<C::kAtoms, 64>(smem_v(stage), cta_.params.v_map, dout_full, v_empty(stage), work_index);
-    load_keys<C::kKeyAtoms, C::kKeyColumns>(smem_k(stage), cta_.params.k_map, q_full, k_empty(stage), work_index);
+  __device__ __forceinline__ void load_kv(int kv_index, uint32_t q_full, uint32_t dout_full) const {
+    const int stage = kv_index % C::kKvStages;
+    load_keys<C::kAtoms, 64>(smem_v(stage), cta_.params.v_map, dout_full, v_empty(stage), kv_index);
+    load_keys<C::kKeyAtoms, C::kKeyColumns>(smem_k(stage), cta_.params.k_map, q_full, k_empty(stage), kv_index);
   }
   // kColumns: used columns of a swizzle atom.
   template <int kAtoms, int kColumns>
   __device__ __forceinline__ void load_keys(uint32_t tile, const CUtensorMap &map, uint32_t full, uint32_t empty,
-                                            int work_index) const {
-    wait_empty(empty, work_index);
+                                            int kv_index) const {
+    wait_empty(empty, kv_index);
     if (elect_one())
       cta_.template load_tile<C::kTileKv, kAtoms, kColumns>(
           tile, map, full, cta_.work().k_start + cta_.work().key0, cta_.work().head_k,
           cta_.problem.k_lengths.cu != nullptr ? 0 : cta_.work().batch, kEvictFirst);
   }
-  __device__ __forceinline__ void wait_empty(uint32_t barrier, int work_index) const {
-    mbarrier_wait(barrier, work_index / C::kKvStages & 1 ^ 1);
+  __device__ __forceinline__ void wait_empty(uint32_t barrier, int kv_index) const {
+    mbarrier_wait(barrier, kv_index / C::kKvStages & 1 ^ 1);
   }
 
   // Calls f(query head, Q tile, cell codes) for the Q tiles of the work tile, in the order of the main loop. With masks as data for the visible ones.
@@ -304,7 +302,7 @@ class ProducerWarps : protected SingleCta<C> {
     }
   }
   // `visited`: Q tiles that this CTA has loaded.
-  __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, int work_index, int &visited) const {
+  __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, int kv_index, int &visited) const {
     const bool packed = cta_.problem.q_lengths.cu != nullptr;
     bool first = true;
     // Which of all Q tiles it is. Kernels for mixtures have no register for `visited` where the pipeline counts the same.
@@ -327,8 +325,8 @@ class ProducerWarps : protected SingleCta<C> {
       }
       // K and V of the first work tile need not wait for an empty barrier. Those of others come behind the first Q and dO,
       // when the previous work tile is done.
-      if (first && work_index == 0) {
-        load_kv(work_index, q_full(q_pipe.stage()), dout_full(q_pipe.stage()));
+      if (first && kv_index == 0) {
+        load_kv(kv_index, q_full(q_pipe.stage()), dout_full(q_pipe.stage()));
         pdl_wait();
       }
       if (elect_one())
@@ -342,7 +340,7 @@ class ProducerWarps : protected SingleCta<C> {
         tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0,
                     cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
       }
-      if (first && work_index > 0) load_kv(work_index, q_full(q_pipe.stage()), dout_full(q_pipe.stage()));
+      if (first && kv_index > 0) load_kv(kv_index, q_full(q_pipe.stage()), dout_full(q_pipe.stage()));
       if constexpr (C::kHasBias) load_bias(visited, head_q, q_tile);
       if constexpr (C::kMixtures) {
         if (has_bias()) load_bias_of_mixture(number(visited));
