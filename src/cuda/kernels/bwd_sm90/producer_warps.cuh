@@ -244,11 +244,23 @@ class ProducerWarps : protected SingleCta<C> {
       if (cta_.work().q_tile_begin == cta_.work().q_tile_end) {
         pdl_wait();
       } else {
-        load_q_tiles(q_pipe, kv_index++, visited);
+        if constexpr (C::kMixtures) kv_index = kept_kv_index();
+        load_q_tiles(q_pipe, kv_index, visited);
+        if constexpr (C::kMixtures) {
+          kept_kv_index() = kept_kv_index() + 1;
+        } else {
+          ++kv_index;
+        }
       }
+      if constexpr (C::kMixtures) work_index = cta_.work().work_index;  // not held in a register
       mbarrier_arrive_if(cta_.lane == 0, loads_issued());
       release_work_tile(again(work_index));
     }
+  }
+
+  __device__ __forceinline__ volatile int32_t &kept_kv_index() const {
+    return reinterpret_cast<volatile Storage *>(reinterpret_cast<char *>(cta_.work_tiles) - offsetof(Storage, work_tiles))
+        ->dropout_key.kv_index;
   }
 
   // Loads V and K, when those of an earlier work tile are no longer used: V first, whose last product, dP, comes before that of K, dq. Their bytes count

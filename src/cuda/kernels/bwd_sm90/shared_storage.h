@@ -49,7 +49,7 @@ struct BackwardMaskedTiles {
 struct NoBackwardMaskedTiles {};
 struct DropoutStorage {
   DropoutKey key;
-  uint32_t unused;
+  int32_t kv_index;  // kernels for mixtures: of the producer warp, which has no register for it
 };
 struct NoDropout {};
 // With a bias: tiles of it in a pipeline of their own, [64 keys each][query][64 keys].
