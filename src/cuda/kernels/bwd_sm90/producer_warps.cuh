@@ -301,15 +301,15 @@ class ProducerWarps : protected SingleCta<C> {
       for (int head_q = t.head_k * static_cast<int>(cta_.problem.group);
            head_q < (t.head_k + 1) * static_cast<int>(cta_.problem.group); ++head_q)
         for_each_visible(head_q);
-      return;
-    }
-    for (int g = 0; g < static_cast<int>(cta_.problem.group); ++g) {
-      const int head_q = t.head_k * static_cast<int>(cta_.problem.group) + g;
-      if constexpr (C::kHasDataMask) {
-        for_each_visible(head_q);
-      } else {
-        const auto q_tile_at = cta_.rotated_q_tiles();
-        for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, q_tile_at(i), VisitedQTile::kAllCellsFull);
+    } else {
+      for (int g = 0; g < static_cast<int>(cta_.problem.group); ++g) {
+        const int head_q = t.head_k * static_cast<int>(cta_.problem.group) + g;
+        if constexpr (C::kHasDataMask) {
+          for_each_visible(head_q);
+        } else {
+          const auto q_tile_at = cta_.rotated_q_tiles();
+          for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, q_tile_at(i), VisitedQTile::kAllCellsFull);
+        }
       }
     }
   }
