@@ -76,6 +76,7 @@ void visit_fields(CaseT &c, Visitor visit) {
   visit("key_indices", c.key_indices);
   visit("alibi", c.alibi);
   visit("alibi_log_scale", c.alibi_log_scale);
+  visit("alibi_any", c.alibi_any);
   visit("sink", c.sink);
   visit("scale", c.scale);
   visit("softcap", c.softcap);

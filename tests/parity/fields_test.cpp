@@ -350,6 +350,32 @@ TEST_P(Fields, Alibi) {
   }
 }
 
+// Causal, as kernels of their own have it: heads whose slope is small, large, negative or 0, and keys that hide NaN.
+TEST_P(Fields, AlibiOfCausalRows) {
+  for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 128, 40}) {
+      for (const int64_t turn : {0, 1, 2, 3}) {
+        Case c = grouped_case("alibi of causal rows", dtype, turn == 3 ? 700 : 333, turn == 0 ? 333 : 500);
+        c.heads_q = 6;
+        c.head_dim = c.head_dim_v = head_dim;
+        c.mask = FA_MASK_CAUSAL;
+        c.alibi = turn % 2 + 1;
+        c.alibi_any = 1;
+        c.nan_keys = turn % 2;
+        c.sink = turn == 1;
+        if (turn == 1) c.window_left = 200;
+        if (turn == 2) {
+          c.q.packed = c.k.packed = 1;
+          c.q.slots = {200, 333};
+          c.k.slots = {500, 340};
+        }
+        if (turn == 3) c.starts = {130, 3};
+        EXPECT_TRUE(check(backend(), c));
+      }
+    }
+  }
+}
+
 // Scales at which log(1 + r n) is almost linear, bends, and is almost log(r n), which has no gradient but that of the score.
 TEST_P(Fields, AlibiLogScale) {
   for (const double scale : {1e-4, 0.05, 1.0, 300.0, 0x1p96}) {

@@ -360,11 +360,14 @@ class Filler {
   void per_head() {
     for (int64_t h = 0; h < c_.heads_q; ++h) {
       if (c_.sink) data_.tensors[kSink].set(data_.tensors[kSink].element(h), normal());
-      const double slope = c_.alibi_log_scale > 0 ? 1 : 0.1;  // a logarithm grows little over a row
-      if (c_.alibi == 1) data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(h), slope * std::abs(normal()));
-      for (int64_t b = 0; c_.alibi == 2 && b < c_.batch; ++b) {
-        data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(b, h), slope * std::abs(normal()));
-      }
+      const auto slope = [&](int64_t b) {
+        constexpr double kKinds[] = {0.5, 0, -0.1, 6, 1.0 / 256, 1000};
+        const double size = std::abs(normal());
+        if (c_.alibi_any != 0) return kKinds[(b + h) % 6] * (0.8 + 0.1 * size);
+        return (c_.alibi_log_scale > 0 ? 1 : 0.1) * size;  // a logarithm grows little over a row
+      };
+      if (c_.alibi == 1) data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(h), slope(0));
+      for (int64_t b = 0; c_.alibi == 2 && b < c_.batch; ++b) data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(b, h), slope(b));
     }
   }
 

@@ -20,6 +20,9 @@ constexpr ScoreSet kSoftcap = 1, kAlibi = 2, kBlockMask = 4, kDropout = 8;
 constexpr ScoreSet kTileBias = 16, kAnyBias = 32;
 // The logarithmic formula of ALiBi, beside kAlibi: a second copy of a kernel's loops over scores, which some have no room for.
 constexpr ScoreSet kLogAlibi = 64;
+// ALiBi where a query may see keys behind its place on the diagonal: there scores fall to the right, too. Part of every set with kAlibi but that of
+// kernels that leave ALiBi to wgmma.
+constexpr ScoreSet kAlibiAhead = 4096;
 // kBlockMask: a block mask alone, with blocks of multiples of 64, which kernels may read as it is. kDataMask: any other mask as data; kernels read
 // the cell map (data_mask.h). Kernels for kDataMask use the map for block masks, too.
 constexpr ScoreSet kDataMask = 128;
@@ -38,20 +41,24 @@ constexpr ScoreSet with_score_text(ScoreSet scores) { return (scores & kDataMask
 
 // Sets that kernels are built for.
 constexpr ScoreSet kPlain = 0;
-constexpr ScoreSet kSoftcapAlibi = kSoftcap | kAlibi | kLogAlibi;
-constexpr ScoreSet kSmooth = kSoftcap | kAlibi | kBlockMask;
+constexpr ScoreSet kEveryAlibi = kAlibi | kAlibiAhead | kLogAlibi;
+constexpr ScoreSet kSoftcapAlibi = kSoftcap | kEveryAlibi;
+constexpr ScoreSet kSmooth = kSoftcap | kAlibi | kAlibiAhead | kBlockMask;
 constexpr ScoreSet kBiased = kTileBias | kBlockMask;
 constexpr ScoreSet kDropped = kDropout | kBlockMask;
 constexpr ScoreSet kMasked = kBlockMask | kDataMask;
 // Kernels of fp32 operands on tensor cores. A bias of fp32 is never kTileBias.
 constexpr ScoreSet kFp32Scores = kSoftcapAlibi | kMasked | kDropout | kAnyBias;
 // All but a score text.
-constexpr ScoreSet kAll = kSoftcap | kAlibi | kBlockMask | kDropout | kEveryBias | kLogAlibi | kDataMask | kMaxLogit;
+constexpr ScoreSet kAll = kSoftcapAlibi | kBlockMask | kDropout | kEveryBias | kDataMask | kMaxLogit;
 // All mixtures in which a bias can be loaded as tiles.
 constexpr ScoreSet kAllByTiles = kAll & ~(kAnyBias | kMaxLogit);
 
 // Whether a kernel takes every mixture of terms: which of them a problem has, it learns at run time.
 constexpr bool takes_mixtures(ScoreSet scores) { return (scores & kSoftcap) != 0 && (scores & kDropout) != 0; }
+
+// Whether a kernel for such scores leaves ALiBi to wgmma (kernels/fwd_sm90/alibi.cuh).
+constexpr bool has_alibi_by_wgmma(ScoreSet scores) { return (scores & kEveryAlibi) == kAlibi; }
 
 // Whether a kernel for such scores stages the bias in shared memory. One that takes any bias reads it where it is.
 constexpr bool stages_bias(ScoreSet scores) { return (scores & (kTileBias | kAnyBias)) == kTileBias; }
@@ -87,7 +94,10 @@ inline bool can_skip_left_padding(const MaskedProblem &p) {
 inline ScoreSet scores_of(const MaskedProblem &p) {
   ScoreSet scores = kPlain;
   if (p.softcap > 0) scores |= kSoftcap;
-  if (p.alibi_slopes != nullptr) scores |= p.alibi_log_scale > 0 ? kAlibi | kLogAlibi : kAlibi;
+  if (p.alibi_slopes != nullptr) {
+    scores |= p.alibi_log_scale > 0 ? kAlibi | kLogAlibi : kAlibi;
+    if (p.band.right > 0 || p.band.top_left) scores |= kAlibiAhead;
+  }
   if (has_data_mask(p) && !can_skip_left_padding(p)) {
     const bool whole_cells = p.block_mask.size_q % 64 == 0 && p.block_mask.size_k % 64 == 0;
     const bool others =

@@ -146,6 +146,12 @@ struct OnlineSoftmax {
   // masked (-inf) becomes kMaskedP.
   template <bool kMasked, typename Scores, typename Scale>
   __device__ __forceinline__ void exponentiate(Scores &s, Scale scale, float (&tile_sum)[kRows]) const {
+    exponentiate<kMasked>(s, scale, max, tile_sum);
+  }
+  // With another maximum than `max`.
+  template <bool kMasked, typename Scores, typename Scale>
+  static __device__ __forceinline__ void exponentiate(Scores &s, Scale scale, const float (&relative_to)[kRows],
+                                                      float (&tile_sum)[kRows]) {
     float chain[kRows][2] = {}, c[kRows];
 #pragma unroll
     for (int r = 0; r < kRows; ++r) c[r] = scale(r);
@@ -153,7 +159,7 @@ struct OnlineSoftmax {
     for (int n = 0; n < Fragment::kElements; ++n) {
       const int r = Fragment::row(n);
       float &x = element(s, n);
-      const float p = Base::exp(fmaf(x, c[r], -max[r]));
+      const float p = Base::exp(fmaf(x, c[r], -relative_to[r]));
       chain[r][n / 4 % 2] += p;
       x = kMasked && x == -CUDART_INF_F ? kMaskedP : p;
     }

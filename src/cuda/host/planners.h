@@ -65,6 +65,7 @@ constexpr const char *hopper_reason(ScoreSet scores) {
          : scores & kMaxLogit   ? "Hopper kernel (wgmma, TMA) for plain scores with max_logit"
          : scores & kTileBias   ? "Hopper kernel (wgmma, TMA) for a bias"
          : scores & kSoftcap    ? "Hopper kernel (wgmma, TMA) for softcap and ALiBi"
+         : scores & kAlibi      ? "Hopper kernel (wgmma, TMA) for ALiBi without keys ahead of a query"
                                 : "Hopper kernel (wgmma, TMA) for plain scores";
 }
 

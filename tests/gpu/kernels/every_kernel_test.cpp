@@ -77,6 +77,7 @@ enum Scores {
   kBlocks,  // a block mask alone
   kDropoutAlone,
   kBiasAlone,
+  kAlibiAlone,
   kLargest  // max_logit
 };
 std::vector<Case> cases() {
@@ -93,12 +94,13 @@ std::vector<Case> cases() {
                                                                                        {512, 512},
                                                                                        {576, 512}}) {
       std::vector<Scores> kinds = {kPlain, kEverything, kUnordered,    kSmooth,    kBias,   kDropout,
-                                   kMasks, kBlocks,     kDropoutAlone, kBiasAlone, kLargest};
+                                   kMasks, kBlocks,     kDropoutAlone, kBiasAlone, kAlibiAlone, kLargest};
       // A kernel runs the first problem that reaches it. CUDA-core kernels get plain scores in fp32, and everything in 16 bits.
       if (dtype != FA_FLOAT32) std::swap(kinds[0], kinds[1]);
       for (const Scores scores : kinds) {
         const bool blocks = scores == kMasks || scores == kBlocks;
-        const bool alone = blocks || scores == kDropoutAlone || scores == kBiasAlone || scores == kLargest;
+        const bool alone =
+            blocks || scores == kDropoutAlone || scores == kBiasAlone || scores == kAlibiAlone || scores == kLargest;
         if (alone && (dtype == FA_FLOAT32 || head_dim > (scores == kLargest ? 320 : 256))) continue;  // kernels for Hopper
         Case c;
         c.seed = seed_for("every kernel") + static_cast<int64_t>(all.size());
@@ -167,7 +169,11 @@ std::vector<Case> cases() {
         // Values that the backward kernels without a NaN-safe path must notice; beside dropout only in keys that nobody sees.
         if (dtype == FA_BFLOAT16 && (scores == kUnordered || scores == kSmooth || blocks))
           c.nan_visible = scores == kSmooth ? 2 : 1;
-        if (scores == kDropoutAlone) c.nan_keys = 1;
+        if (scores == kDropoutAlone || scores == kAlibiAlone) c.nan_keys = 1;
+        if (scores == kAlibiAlone) {
+          c.alibi = c.alibi_any = 1;
+          c.heads_q = 6 / c.batch;
+        }
         c.max_logit = scores == kLargest;
         if (head_dim > 512 || scores == kLargest) c.backward = 0;
         if (dtype == FA_BFLOAT16) {

@@ -96,7 +96,7 @@ struct BackwardShape {
   X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, true, kPlain)        \
   X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, true, kPlain)                    \
   X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kPlain)         \
-  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kSoftcap | kAlibi)               \
+  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kSoftcap | kAlibi | kAlibiAhead) \
   X(d128gn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, kSoftcapAlibi)               \
   X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kSoftcapAlibi)                 \
   X(d64b, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kMasked)                         \

@@ -14,6 +14,7 @@
 #include "cuda/common/score_text.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/fwd_sm90/alibi.cuh"
 #include "cuda/kernels/fwd_sm90/bias.cuh"
 #include "cuda/kernels/fwd_sm90/dropout.cuh"
 #include "cuda/kernels/fwd_sm90/epilogue.cuh"
@@ -70,6 +71,7 @@ class Consumer {
         promotion_(smem, at),
         dropout_(params, at),
         bias_(params, smem, at),
+        alibi_(smem, at),
         epilogue_(params, smem, at) {}
 
   __device__ __forceinline__ void mainloop() {
@@ -138,6 +140,9 @@ class Consumer {
       }
       if constexpr (C::kHasMaxLogit && kDeferredMax) head_max_.set_limits(softmax_.max, smem_.max_logit_before(work_.stage()));
       if (kEarlyK && i < kv_tiles) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
+      if constexpr (C::kAlibiByWgmma) {
+        if (i < kv_tiles) alibi_.move_to(t, first_key(t, i, /*released=*/false));
+      }
       bool restart = i == begin + 1, promoted = false;  // fp8: out starts again from zero; there is a promoted sum
 #pragma unroll 1
       for (; i < kv_tiles; ++i) {
@@ -316,7 +321,10 @@ class Consumer {
       bias_.add(s_);
       bias_.release();
     }
-    if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
+    if constexpr (C::kHasScoreMod) apply_score_mod(t, t.head, first_key(t, i, /*released=*/true));
+    if constexpr (C::kAlibiByWgmma) {
+      if (t.head.slope != 0.f) apply_score_mod(t, t.head, first_key(t, i, /*released=*/true));
+    }
     if constexpr (C::kMixtures) {
       if (bias_.staged()) {
         bias_.add_staged(s_);
@@ -329,7 +337,12 @@ class Consumer {
       if (!kSpareRegisters && !C::kHasDataMask) find_visible(t, first_key(t, i, /*released=*/true), visible);
       apply_mask(visible);
     }
-    const bool rescaled = update_max_and_exponentiate();
+    bool rescaled;
+    if constexpr (C::kAlibiByWgmma) {
+      rescaled = update_shifted_max_and_exponentiate(t, first_key(t, i, /*released=*/true));
+    } else {
+      rescaled = update_max_and_exponentiate();
+    }
     compute_before_wait(softmax_.sum[0] + softmax_.sum[1]);
     wgmma_wait<0>();
     fence_operand(out_);
@@ -359,7 +372,7 @@ class Consumer {
       if constexpr (!kKeepsOperands) bias_.release();
     }
     if (kEarlyK && !last) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
-    if constexpr (C::kHasScoreMod) apply_score_mod(t, first_key(t, i, /*released=*/true));
+    if constexpr (C::kHasScoreMod) apply_score_mod(t, t.head, first_key(t, i, /*released=*/true));
     if constexpr (C::kMixtures) {
       if (bias_.staged()) bias_.add_staged(s_);
     }
@@ -368,7 +381,16 @@ class Consumer {
     bool rescaled;  // out must be multiplied by softmax_.rescale
     bool searches = true;
     if constexpr (kDeferredMax) {
-      softmax_.template exponentiate</*kMasked=*/false>(s_, scale(), sum);  // with the current maximum
+      // With the current maximum.
+      if constexpr (C::kAlibiByWgmma) {
+        float max[2];
+        alibi_.shift_max(work_.stage(), softmax_.max, max);
+        alibi_.move_by(-C::kKeys);
+        softmax_.template exponentiate</*kMasked=*/false>(
+            s_, [&](int) { return scale(); }, max, sum);
+      } else {
+        softmax_.template exponentiate</*kMasked=*/false>(s_, scale(), sum);
+      }
       if constexpr (C::kHasMaxLogit) searches = __any_sync(~0u, head_max_.exceeds(sum));
       rescaled = searches && __any_sync(~0u, C::kFp8 ? !(fmaxf(sum[0], sum[1]) <= kMaxLaneSum)
                                                      : !(sum[0] + sum[1] <= (C::kHasDropout ? max_lane_sum() : kMaxRowSum)));
@@ -467,6 +489,11 @@ class Consumer {
       Wgmma<Element, C::kKeys>::ss_k_k(s_, advance_descriptor(q, d / 4 * 64 * 128 + d % 4 * 32),
                                        advance_descriptor(k, d / 4 * C::kKeys * 128 + d % 4 * 32), d != 0);
     }
+    if constexpr (C::kAlibiByWgmma) {
+      Wgmma<Element, C::kKeys>::ss_k_k(
+          s_, stage_descriptor(descriptor_k_major_unswizzled<0>(0), offsetof(Storage, alibi.slopes), work_.stage(), 256),
+          stage_descriptor(descriptor_k_major_unswizzled<128>(0), offsetof(Storage, alibi.keys), 0, 0), 1);
+    }
     wgmma_commit();
   }
 
@@ -511,11 +538,18 @@ class Consumer {
     return C::kHasMaxLogit && (!C::kMixtures || a_.max_logit != nullptr);
   }
 
-  // Softcap and ALiBi. The tile's first key is key0.
-  __device__ __forceinline__ void apply_score_mod(const WorkTile &t, int key0) {
+  // Softcap and ALiBi, score by score. The tile's first key is key0.
+  __device__ __forceinline__ void apply_score_mod(const WorkTile &t, const HeadTerms &head, int key0) {
     const int diagonal = t.seqlen_k - t.seqlen_q - key0 - Fragment::first_key(at_.lane);
-    apply_score_mods<Fragment, kSoftcapAlibi>(
-        s_, p_, a_.raw, [&](int) { return t.head; }, [&](int r) { return at_.row(t, r) + diagonal; });
+    if constexpr (C::kAlibiByWgmma) {
+      const Base2Math math{a_.raw};
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        add_row_offsets<Fragment>(s_, r, ScoreMods<kAlibi>{math, 0.f}, head, at_.row(t, r) + diagonal);
+    } else {
+      apply_score_mods<Fragment, kSoftcapAlibi, MathOf<Element>>(
+          s_, p_, a_.raw, [&](int) { return head; }, [&](int r) { return at_.row(t, r) + diagonal; });
+    }
   }
   // The score text, for the KV tile that begins with key0. In KV tiles that are not masked every pair is visible. kInside:
   // all keys are within the sequence.
@@ -620,6 +654,15 @@ class Consumer {
     return rescaled;
   }
 
+  // The same with ALiBi by wgmma.
+  __device__ __forceinline__ bool update_shifted_max_and_exponentiate(const WorkTile &t, int key0) {
+    alibi_.move_to(t, key0);
+    alibi_.shift_max(work_.stage(), softmax_.max, softmax_.max);
+    const bool rescaled = update_max_and_exponentiate();
+    alibi_.template shift_max<-1>(work_.stage(), softmax_.max, softmax_.max);
+    return rescaled;
+  }
+
   // OnlineSoftmax::update_max with products rounded up. A bias or a score of -1e9 may stand for -inf: a maximum of which the rounding is a large exponent
   // must not make P that large.
   __device__ __forceinline__ bool update_max_rounded_up() {
@@ -670,6 +713,7 @@ class Consumer {
       } else {
         recompute_.recompute_scores(t, key0, s_);
       }
+      if constexpr (C::kAlibiByWgmma) apply_score_mod(t, alibi_head(smem_, t, work_.stage()), key0);
       update_max_and_exponentiate();
     } else {
 #pragma unroll
@@ -734,6 +778,7 @@ class Consumer {
   DropoutBits<C> dropout_;
   HeadMax<C> head_max_;
   std::conditional_t<C::kMixtures, MixtureBias<C>, std::conditional_t<C::kHasBias, BiasTile<C>, NoBiasTile>> bias_;
+  AlibiByWgmma<C> alibi_;
   Epilogue<C> epilogue_;
   OnlineSoftmax<Fragment> softmax_;
   float scale_;  // fp8: the factor from S to exponents of two, of this work tile

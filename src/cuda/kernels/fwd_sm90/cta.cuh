@@ -24,7 +24,8 @@ struct ForwardConfig {
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kSameBits = kSameBits_;  // FA_FLAG_SAME_BITS: segments of keys (segments.cuh)
   static constexpr bool kSkipsLeftPadding = !kSameBits && skips_left_padding(kConsumerWarpgroups, kFp8, kScores);
-  static constexpr bool kHasScoreMod = (kScores & kSoftcap) != 0;  // softcap or ALiBi
+  static constexpr bool kHasScoreMod = (kScores & kSoftcap) != 0;  // softcap or ALiBi, score by score
+  static constexpr bool kAlibiByWgmma = has_alibi_by_wgmma(kScores);
   static constexpr bool kHasDropout = (kScores & kDropout) != 0;
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0;
   // Whether a KV tile has several cells of the cell map, of which some may be full or empty.
@@ -154,6 +155,9 @@ struct SharedMemory {
     return base + offsetof(Storage, bias.tile) + (n * C::kConsumerWarpgroups + wg) * bytes;
   }
   __device__ __forceinline__ int &bias_batch(int n) const { return storage().bias.batch[n]; }
+  // With ALiBi by wgmma: the operand of keys, and that of the slope of the work tile in stage n.
+  __device__ __forceinline__ uint32_t alibi_keys() const { return base + offsetof(Storage, alibi.keys); }
+  __device__ __forceinline__ uint32_t alibi_slopes(int n) const { return base + offsetof(Storage, alibi.slopes) + n * 256; }
   // With a score text: the sequence of the work tile in stage n.
   __device__ __forceinline__ int &text_batch(int n) const { return storage().score_text.batch[n]; }
   // For FA_FLAG_SAME_BITS: the KV tiles that a warpgroup sees of the work tile in stage n; and M and L of a row of the CTA.

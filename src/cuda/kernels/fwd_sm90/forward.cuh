@@ -30,6 +30,7 @@
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/fwd_sm90/alibi.cuh"
 #include "cuda/kernels/fwd_sm90/consumer.cuh"
 #include "cuda/kernels/fwd_sm90/producer.cuh"
 #include "cuda/kernels/fwd_sm90/scheduler.cuh"
@@ -49,6 +50,8 @@ __device__ __forceinline__ void run_forward(const ForwardParams &params, const S
     } else if (warp == kSchedulerWarp) {
       has_work = scheduler.first();
     }
+  } else if constexpr (C::kAlibiByWgmma) {
+    write_alibi_operands(smem, static_cast<int>(threadIdx.x) - 128);
   }
   __syncthreads();
   if (threadIdx.x < 128) {

@@ -88,7 +88,9 @@ struct ForwardShape {
   X(d256, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, false)      \
   X(d64same, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false, true)     \
   X(d128same, 128, 128, 2, 128, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, true)  \
+  X(d64l, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kAlibi, false, false)           \
   X(d64g, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)    \
+  X(d128l, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kAlibi, false, false)         \
   X(d128g, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \
   X(d256g, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \
   X(d64b, 64, 64, 1, 64, 2, 3, 1, kAnyLength, kAnyLength, kMasked, false, false) \

@@ -12,6 +12,7 @@
 #include "cuda/common/score_text.cuh"
 #include "cuda/common/segments.h"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/fwd_sm90/alibi.cuh"
 #include "cuda/kernels/fwd_sm90/dropout.cuh"
 #include "cuda/kernels/fwd_sm90/masked_tiles.cuh"
 
@@ -145,7 +146,7 @@ class Recompute {
           score = text_score(t, work_stage, x, row, key);
           lane_visible = lane_visible && score != -CUDART_INF_F;
         }
-        float p = exp2_approx(logit(t, score, row, key, bias) - row_max);
+        float p = exp2_approx(logit(t, work_stage, score, row, key, bias) - row_max);
         const float unrounded = p;
         p = rounded<Element>(p);
         if constexpr (C::kHasDropout) {
@@ -249,10 +250,12 @@ class Recompute {
   }
 
   // The exponent of two of one pair, for the NaN-safe path.
-  __device__ __forceinline__ float logit(const WorkTile &t, float score, int row, int key, float bias) const {
-    if constexpr (C::kHasScoreMod) {
-      with_score_mods<kAll>(p_, Base2Math{a_.raw}, [&](const auto &mods) {
-        score = mods.forward(score, t.head, static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
+  __device__ __forceinline__ float logit(const WorkTile &t, int work_stage, float score, int row, int key, float bias) const {
+    if constexpr (C::kHasScoreMod || C::kAlibiByWgmma) {
+      HeadTerms head = t.head;
+      if constexpr (C::kAlibiByWgmma) head = alibi_head(smem_, t, work_stage);
+      with_score_mods<kAll>(p_, MathOf<Element>{a_.raw}, [&](const auto &mods) {
+        score = mods.forward(score, head, static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
       });
     }
     if constexpr (kHasBias) score = fmaf(bias, a_.raw.logit, score);

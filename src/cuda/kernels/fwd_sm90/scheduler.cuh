@@ -7,6 +7,7 @@
 #include "cuda/common/max_logit.cuh"
 #include "cuda/common/rng.cuh"
 #include "cuda/common/score_mod.cuh"
+#include "cuda/kernels/fwd_sm90/alibi.cuh"
 #include "cuda/kernels/fwd_sm90/cta.cuh"
 #include "cuda/kernels/fwd_sm90/masked_tiles.cuh"
 
@@ -91,6 +92,13 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   if constexpr (C::kHasScoreMod) {
     const HeadTerms head = head_terms(p, a.raw.logit, place.batch, place.head);
     if (lane == 0) t.head = head;
+  }
+  [[maybe_unused]] bool masked_alone = false;  // every KV tile is treated as one with masked pairs
+  if constexpr (C::kAlibiByWgmma) {
+    const float slope = load_head_terms(p, a.raw.logit, place.batch, place.head).slope;
+    masked_alone = !takes_alibi_by_wgmma(a, slope);
+    describe_alibi(smem, masked_alone ? 0.f : slope, p.softmax_scale * kLog2e, lane, stage);
+    if (lane == 0) t.head = {masked_alone ? slope : 0.f};
   }
   int row0, seqlen_q;
   bool has_work;
@@ -183,7 +191,7 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
       }
     }
     t.begin[lane] = begin;
-    t.masked_end[lane] = masked_end;
+    t.masked_end[lane] = C::kAlibiByWgmma && masked_alone ? all.size() : masked_end;
   }
   return has_work;
 }

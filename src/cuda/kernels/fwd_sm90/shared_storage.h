@@ -99,6 +99,19 @@ struct ForwardMixtureBias {
   uint64_t full[2][kConsumerWarpgroups], empty[2][kConsumerWarpgroups];
 };
 
+// With ALiBi by wgmma (alibi.cuh): the operands of its K step as core matrices, [8 rows][16 bytes]. Of keys all rows, and a core matrix that only meets
+// zeros. Of the slope of the work tile in each stage one for all rows, and one of zeros.
+template <int kWorkStages, int kKeys>
+struct ForwardAlibi {
+  struct Head {
+    float slope, exponent;  // in the unit of q k^T, and as an exponent of two
+  };
+  alignas(128) char keys[(kKeys + 8) * 16];
+  char slopes[kWorkStages][256];
+  Head head[kWorkStages];
+};
+struct NoForwardAlibi {};
+
 // With a score text: the sequence of the work tile in each stage.
 template <int kWorkStages>
 struct ForwardScoreText {
@@ -158,6 +171,7 @@ struct ForwardStorage {
                      std::conditional_t<stages_bias(kScores), ForwardBias<kConsumerWarpgroups, kWorkStages, kKeys, kBiasStages>,
                                         NoForwardBias>>
       bias;
+  std::conditional_t<has_alibi_by_wgmma(kScores), ForwardAlibi<kWorkStages, kKeys>, NoForwardAlibi> alibi;
   std::conditional_t<(kScores & kScoreText) != 0, ForwardScoreText<kWorkStages>, NoForwardScoreText> score_text;
   std::conditional_t<kSameBits, ForwardSegments<kConsumerWarpgroups, kWorkStages>, NoForwardSegments> segments;
 };
