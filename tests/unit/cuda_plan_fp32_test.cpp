@@ -32,9 +32,13 @@ TEST(CudaPlanFp32, TensorCoresByHeadDim) {
     EXPECT_EQ(forward_name(p), "sm90_fwd_f32_" + bucket);
     EXPECT_EQ(backward_name(p), "sm90_bwd_f32_" + bucket);
   }
-  const MaskedProblem wide = fp32_problem(1000, 1000, 129);
-  EXPECT_EQ(forward_name(wide), "simt_fwd_f32_d256");
-  EXPECT_EQ(backward_name(wide), "simt_bwd_f32_d256");
+  for (const auto &[head_dim, bucket] :
+       std::vector<std::pair<int64_t, std::string>>{{129, "d192"}, {192, "d192"}, {193, "d256"}, {256, "d256"}}) {
+    const MaskedProblem wide = fp32_problem(1000, 1000, head_dim);
+    EXPECT_EQ(forward_name(wide), "sm90_fwd_f32_" + bucket);
+    EXPECT_EQ(backward_name(wide), "simt_bwd_f32_d256");
+  }
+  EXPECT_EQ(forward_name(fp32_problem(1000, 1000, 257)), "simt_fwd_f32_d512");
   MaskedProblem narrow_v = fp32_problem(1000, 1000, 40);
   narrow_v.head_dim_v = 128;
   EXPECT_EQ(forward_name(narrow_v), "sm90_fwd_f32_d128");
@@ -71,7 +75,7 @@ TEST(CudaPlanFp32, WhatTensorCoresServe) {
          p.dropout.threshold = 6554;
          p.deterministic = true;
        }},
-      {"bias and masks, 128 columns", "d128g", "d128g",
+      {"bias and masks, 128 columns", "d128g", "d128m",
        [](MaskedProblem &p) {
          p.head_dim = p.head_dim_v = 128;
          p.alibi_slopes = &unreadable;
@@ -92,9 +96,14 @@ TEST(CudaPlanFp32, WhatTensorCoresServe) {
       {"batch-invariant", "", "", [](MaskedProblem &p) { p.batch_invariant = true; }},
       {"16 queries", "", "", [](MaskedProblem &p) { p.q_lengths.max_len = 16; }},
       {"more keys than it counts", "", "", [](MaskedProblem &p) { p.k_lengths.total = int64_t{1} << 32; }},
-      {"bias and 129 columns", "", "",
+      {"bias and 129 columns", "d192g", "",
        [](MaskedProblem &p) {
          p.head_dim = 129;
+         set_bias(p);
+       }},
+      {"bias and 257 columns", "", "",
+       [](MaskedProblem &p) {
+         p.head_dim = 257;
          set_bias(p);
        }},
   };
@@ -137,7 +146,7 @@ TEST(CudaPlanFp32, GradientOfTheBias) {
   BackwardProblem b = backward_of(p);
   b.dbias = p.bias;
   const BackwardPlan plan = backward_plan(b, h200());
-  EXPECT_EQ(kernel_name(b, plan), "sm90_bwd_f32_d128g");
+  EXPECT_EQ(kernel_name(b, plan), "sm90_bwd_f32_d128m");
   EXPECT_EQ(plan.q_tile_rows, simt::kRowPadding);
 }
 

@@ -72,6 +72,7 @@ __device__ __forceinline__ uint32_t nonzero_bytes(uint32_t x) {
   return (top >> 7) * 0x10204080u >> 28;
 }
 
+template <bool kTogether = false>
 __device__ __forceinline__ uint64_t element_mask_bits(const ElementMask &mask, int max_keys, int b, int h, int row, int key0) {
   const uint8_t *elements = mask.data + b * mask.batch_stride + h * mask.head_stride + row * mask.row_stride;
   if (mask.col_stride == 0) return ((mask.bits ? elements[0] & 1 : elements[0]) != 0) ? ~uint64_t{0} : 0;
@@ -86,7 +87,8 @@ __device__ __forceinline__ uint64_t element_mask_bits(const ElementMask &mask, i
   }
   elements += key0 * mask.col_stride;
   if (mask.col_stride == 1 && keys == kCell && reinterpret_cast<uintptr_t>(elements) % 16 == 0) {
-#pragma unroll 1
+    constexpr int kUnroll = kTogether ? 4 : 1;
+#pragma unroll kUnroll
     for (int n = 0; n < 4; ++n) {
       const uint4 x = reinterpret_cast<const uint4 *>(elements)[n];
       const uint32_t sixteen =
@@ -123,14 +125,15 @@ __device__ __forceinline__ uint64_t slice_bits(const DataMask &mask, const Probl
 }  // namespace detail
 
 // Keys [key0, key0 + 64) that the masks show to a query, as bits; key0 is a multiple of 64. Keys and queries past the end of the longest
-// sequence may have any bit.
+// sequence may have any bit. With kTogether all bytes of a row are loaded before the first is used, which takes 16 registers.
+template <bool kTogether = false>
 __device__ __forceinline__ uint64_t visible_key_bits(const DataMask &mask, const Problem &p, int b, int h, int row, int key0) {
   if (row >= mask.max_queries || key0 >= mask.max_keys) return 0;
   uint64_t bits = ~uint64_t{0};
   if (mask.seqstart_k != nullptr) bits &= ~bits_below(max(mask.seqstart_k[b * mask.seqstart_k_stride], 0) - key0);
   if (mask.block_mask.data != nullptr) bits &= detail::block_mask_bits(mask, b, h, row, key0);
   if (mask.block_lists.given) bits &= detail::block_list_bits(mask, b, h, row, key0);
-  if (mask.element_mask.given) bits &= detail::element_mask_bits(mask.element_mask, mask.max_keys, b, h, row, key0);
+  if (mask.element_mask.given) bits &= detail::element_mask_bits<kTogether>(mask.element_mask, mask.max_keys, b, h, row, key0);
   if (mask.slices.given) bits &= detail::slice_bits(mask, p, b, h, row, key0);
   return bits;
 }

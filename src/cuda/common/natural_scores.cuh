@@ -36,28 +36,49 @@ class NaturalScores {
   __device__ __forceinline__ NaturalScores(const Problem &problem, const ScoredHead &head, int row, int first, int lane)
       : p_(problem), at_(head), row_(row), column_(first + Fragment::first_key(lane)), first_(first), lane_(lane) {}
 
-  // Elements of Q K^T become natural logits, without the bias. derivative(n, x): x is that of the logit by the scaled score.
-  template <typename Derivative>
-  __device__ __forceinline__ void add_terms(float *s, Derivative derivative) const {
+  // Elements of Q K^T become natural logits, without the bias. With kDerivative derivative[n] is multiplied by that of logit n by the scaled score.
+  // Where registers are short, tanh and log1p of kAtOnce scores at a time: a loop rotates the registers past these.
+  template <ScoreSet kTerms, int kAtOnce, bool kDerivative>
+  __device__ __forceinline__ void add_terms(float *s, float tanh_scale, float *derivative) const {
     const HeadTerms terms = head_terms(p_, NaturalMath::kLogit, at_.batch, at_.head);
     const int shift = at_.seqlen_k - at_.seqlen_q;
     float distance[2];  // of the lane's first pairs
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       distance[r] = static_cast<float>(kOwnsQueries ? row_ + 8 * r + shift - column_ : column_ + shift - (row_ + 8 * r));
-    with_score_mods<kSoftcapAlibi>(p_, NaturalTileMath(p_), [&](const auto &mods) {
+    constexpr float kStep = kOwnsQueries ? -1.f : 1.f;
+    with_score_mods<kTerms>(p_, NaturalTileMath{{p_.softmax_scale, p_.softcap}, tanh_scale}, [&](const auto &mods) {
+      const auto logit = [&](int n, float &x) {
+        return mods.logit(s[n], 0.f, terms, distance[Fragment::row(n)] + kStep * static_cast<float>(Fragment::key(n)), x);
+      };
+      if constexpr (mods.has(kSoftcap | kLogAlibi)) {
+#pragma unroll 1
+        for (int n = 0; n < kCount; n += kAtOnce) {
+          float next[kAtOnce], x[kAtOnce];
 #pragma unroll
-      for (int n = 0; n < kCount; ++n) {
-        const auto column = static_cast<float>(Fragment::key(n));
-        float x;
-        s[n] = mods.logit(s[n], 0.f, terms, distance[Fragment::row(n)] + (kOwnsQueries ? -column : column), x);
-        derivative(n, x);
+          for (int i = 0; i < kAtOnce; ++i) next[i] = logit(i, x[i]);
+          rotate(s, next);
+          if constexpr (kDerivative) {
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) x[i] *= derivative[i];
+            rotate(derivative, x);
+          }
+          distance[0] += kStep * Fragment::key(kAtOnce);
+          distance[1] += kStep * Fragment::key(kAtOnce);
+        }
+      } else {
+#pragma unroll
+        for (int n = 0; n < kCount; ++n) {
+          float x;  // 1
+          s[n] = logit(n, x);
+        }
       }
     });
   }
 
-  // s becomes s scale + bias. A bias of -inf masks a pair, whatever the score is; pairs that do not exist get the bias of another one.
-  __device__ __forceinline__ void add_bias(float *s, float scale) const {
+  // Calls f(n, bias of element n). Pairs that do not exist get that of another one.
+  template <typename F>
+  __device__ __forceinline__ void for_each_bias(F f) const {
     const ScoreTensor &t = p_.bias;
     const int column = opaque(column_);  // or what follows would be computed ahead of a branch, and held in registers
     const int rows = kOwnsQueries ? at_.seqlen_q : at_.seqlen_k, columns = kOwnsQueries ? at_.seqlen_k : at_.seqlen_q;
@@ -68,11 +89,10 @@ class NaturalScores {
     for (int r = 0; r < 2; ++r)
       from[r] = static_cast<const float *>(t.data) + at_.batch * t.batch_stride + at_.head * t.head_stride +
                 min(row_ + 8 * r, rows - 1) * row_stride;
-    const auto add = [&](int n, float bias) { s[n] = bias == -CUDART_INF_F ? bias : fmaf(s[n], scale, bias); };
     if (first_ + kColumns > columns) {
 #pragma unroll
       for (int n = 0; n < kCount; ++n)
-        add(n, from[Fragment::row(n)][min(column + Fragment::key(n), columns - 1) * column_stride]);
+        f(n, from[Fragment::row(n)][min(column + Fragment::key(n), columns - 1) * column_stride]);
       return;
     }
 #pragma unroll
@@ -81,13 +101,17 @@ class NaturalScores {
 #pragma unroll
       for (int n = 0; n < kCount; n += 2) {
         const float2 pair = *reinterpret_cast<const float2 *>(from[Fragment::row(n)] + Fragment::key(n));
-        add(n, pair.x);
-        add(n + 1, pair.y);
+        f(n, pair.x);
+        f(n + 1, pair.y);
       }
     } else {
 #pragma unroll
-      for (int n = 0; n < kCount; ++n) add(n, from[Fragment::row(n)][Fragment::key(n) * column_stride]);
+      for (int n = 0; n < kCount; ++n) f(n, from[Fragment::row(n)][Fragment::key(n) * column_stride]);
     }
+  }
+  // score scale + bias. A bias of -inf masks a pair, whatever the score is.
+  static __device__ __forceinline__ float with_bias(float score, float scale, float bias) {
+    return bias == -CUDART_INF_F ? bias : fmaf(score, scale, bias);
   }
 
   // Which pairs are dropped, one bit for each element. Own rows are queries.
@@ -108,14 +132,24 @@ class NaturalScores {
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
           const uint32_t bits = random[i].word[2 * (r & 1) + (r >> 1)];
-          if (bits << 16 < threshold) dropped |= 1u << (8 * (k + i) + 2 * r);
-          if (bits < threshold) dropped |= 2u << (8 * (k + i) + 2 * r);
+          const int n = 8 * (k + i) + 2 * r;
+          if (bits << 16 < threshold) dropped |= 1u << n;
+          if (bits < threshold) dropped |= 2u << n;
         }
     }
     return dropped;
   }
 
  private:
+  // The last elements become those of `next`, all others move to the front.
+  template <int kAtOnce>
+  static __device__ __forceinline__ void rotate(float *x, const float (&next)[kAtOnce]) {
+#pragma unroll
+    for (int n = 0; n + kAtOnce < kCount; ++n) x[n] = x[n + kAtOnce];
+#pragma unroll
+    for (int n = 0; n < kAtOnce; ++n) x[kCount - kAtOnce + n] = next[n];
+  }
+
   const Problem &p_;
   const ScoredHead at_;
   const int row_, column_, first_, lane_;
@@ -135,22 +169,38 @@ __device__ __forceinline__ uint32_t cell_code(const DataMask &mask, int batch, i
   return (mask.by_query.visible[word] >> bit & 1) | (mask.by_query.partial[word] >> bit & 1) << 1;
 }
 
-// Calls f(n) for the elements of 64 keys from key0 on that masks as data hide; rows are queries. `row0` is the first of the 64 queries that share a
-// row of cells with those of the warp, `row` the lane's first one.
-template <typename F>
-__device__ __forceinline__ void for_hidden_by_data(const DataMask &mask, const Problem &p, const ScoredHead &at, int row0,
-                                                   int row, int key0, int lane, F f) {
-  const uint32_t code = key0 < at.seqlen_k ? cell_code(mask, at.batch, at.head, min(row0, at.seqlen_q - 1), key0) : 0;
-  if (code == 1) return;
-  uint32_t shown = 0;  // 16 bits for each row
-  if (code != 0) {
-#pragma unroll 1
-    for (int r = 0; r < 2; ++r)
-      shown = shown >> 16 | qk_fragment_bits(visible_key_bits(mask, p, at.batch, at.head, row + 8 * r, key0), lane) << 16;
-  }
+// The bit of element n in a word of pairs that are shown or hidden: that of qk_fragment_bits(), 16 bits for each row of the lane.
+__host__ __device__ constexpr int pair_bit(int n) { return 16 * (n / 2 % 2) + 2 * (n / 4) + n % 2; }
+
+// The pairs of a warp's 16 queries from `row` on and kCells cells of keys from key0 on that masks as data hide. `row0` is the first of the 64
+// queries that share a row of cells with them. All lanes take part: each reads one query's keys of a cell.
+template <int kCells>
+__device__ __forceinline__ void hidden_by_data(const DataMask &mask, const Problem &p, const ScoredHead &at, int row0, int row,
+                                               int key0, int lane, uint32_t (&hidden)[kCells]) {
+  static_assert(kCells == 1 || kCells == 2);
+  uint32_t code[kCells];
+  bool partial = false;
 #pragma unroll
-  for (int n = 0; n < 32; ++n)
-    if ((shown >> (16 * (n / 2 % 2) + 2 * (n / 4) + n % 2) & 1) == 0) f(n);
+  for (int cell = 0; cell < kCells; ++cell) {
+    const int key = key0 + cell * kCell;
+    code[cell] = key < at.seqlen_k ? cell_code(mask, at.batch, at.head, min(row0, at.seqlen_q - 1), key) : 0;
+    hidden[cell] = code[cell] == 1 ? 0u : ~0u;
+    partial |= code[cell] > 1;
+  }
+  if (!partial) return;
+  const int my_cell = lane / 16;
+  uint64_t mine = 0;
+  if (my_cell < kCells && (my_cell == 0 ? code[0] : code[kCells - 1]) > 1)
+    mine = visible_key_bits</*kTogether=*/true>(mask, p, at.batch, at.head, row + lane % 16, key0 + my_cell * kCell);
+#pragma unroll
+  for (int cell = 0; cell < kCells; ++cell) {
+    if (code[cell] <= 1) continue;
+    uint32_t shown = 0;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      shown |= qk_fragment_bits(__shfl_sync(~0u, mine, 16 * cell + (lane >> 2) + 8 * r), lane) << 16 * r;
+    hidden[cell] = ~shown;
+  }
 }
 
 }  // namespace fa::cuda

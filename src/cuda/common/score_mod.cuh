@@ -78,12 +78,10 @@ struct NaturalMath {
   static __device__ __forceinline__ float log1p(float x) { return log1pf(x); }
 };
 
-// The same for all scores of a tile: no division for each of them.
+// The same for all scores of a tile: the host has divided.
 struct NaturalTileMath : NaturalMath {
-  float tanh_scale;  // softmax_scale / softcap
+  float tanh_scale;  // of natural_tanh_scale()
 
-  __device__ __forceinline__ explicit NaturalTileMath(const Problem &p)
-      : NaturalMath{p.softmax_scale, p.softcap}, tanh_scale(p.softcap > 0 ? p.softmax_scale / p.softcap : 0.f) {}
   __device__ __forceinline__ float scaled_tanh(float s, float cap) const { return cap * tanhf(s * tanh_scale); }
 };
 

@@ -149,6 +149,9 @@ inline RawUnit raw_unit(const MaskedProblem &p) {
   return {1 / scale, p.softcap / scale, p.softcap * kLog2e, 2 * kLog2e * scale / p.softcap};
 }
 
+// What turns an element of q k^T into the argument of softcap's tanh.
+inline float natural_tanh_scale(const Problem &p) { return p.softcap > 0 ? p.softmax_scale / p.softcap : 0.f; }
+
 // What the terms of a (batch entry, query head) need besides the problem (score_mod.cuh). Kernels keep it in registers or in shared memory, or
 // load it where they use it.
 struct HeadTerms {

@@ -71,6 +71,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.k_batch = Split::batches(p.k_lengths, p.batch);
   params.vector_out = plan.vector.out;
   params.mask = memory.mask;
+  params.tanh_scale = natural_tanh_scale(p);
   launches.add("forward kernel", {forward_kernel(plan.shape), shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true},
                &params);
   return FA_OK;
@@ -109,6 +110,7 @@ fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const
   params.vector_dk = plan.vector.dk;
   params.vector_dv = plan.vector.dv;
   params.mask = memory.mask;
+  params.tanh_scale = natural_tanh_scale(p);
   launches.add("backward row kernel", backward_rows_launch(params), &params);
   if (plan.blocks > 0) {
     split.launch(launches);

@@ -35,10 +35,12 @@
 namespace fa::cuda::sm90_fp32 {
 
 // kScores: plain scores, or any mixture of terms.
-template <int kD_, int kStages_, ScoreSet kScores>
+template <int kD_, int kStages_, ScoreSet kScores_>
 struct BackwardConfig {
   using Storage = BackwardStorage<kD_, kStages_>;
+  static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = kScores != kPlain;
+  static constexpr bool kTwice = (kScores & (kSoftcap | kDropout)) != 0;  // may compute S twice
   static constexpr int kD = kD_, kStages = kStages_, kAtoms = kD / 64;
   // Warpgroups: the producer, and two consumers.
   static constexpr int kThreads = 384, kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -126,7 +128,7 @@ class Backward {
              place.row_block == order.row_blocks - 1,
              queries,
              keys};
-    if constexpr (C::kScored) {
+    if constexpr (C::kTwice) {
       if (p_.dropout.threshold > 0) storage_.dropout = load_dropout_key(p_.dropout);
     }
   }
@@ -135,8 +137,10 @@ class Backward {
   __device__ __forceinline__ uint32_t own(int operand, int plane) const {
     return smem_ + offsetof(Storage, own) + (operand * kPlanes + plane) * C::kAtoms * Storage::kOwnAtomBytes;
   }
+  // Kernels for score terms compute it at each use: the descriptors of all stages, held in registers, would leave too few.
   __device__ __forceinline__ uint32_t atom(int stage) const {
-    return smem_ + offsetof(Storage, atom) + stage * Storage::kAtomBytes;
+    const uint32_t smem = C::kScored ? static_cast<uint32_t>(opaque(static_cast<int>(smem_))) : smem_;
+    return smem + offsetof(Storage, atom) + stage * Storage::kAtomBytes;
   }
   __device__ __forceinline__ uint32_t lse(int stage) const { return smem_ + offsetof(Storage, lse) + stage * kTileRows * 4; }
   __device__ __forceinline__ uint32_t delta(int stage) const {
@@ -163,20 +167,20 @@ class Backward {
   }
 
   __device__ __forceinline__ bool no_tiles() const { return work_.tile_begin >= work_.tile_end; }
-  // The main loop: calls f(iteration, query head, tile). Head and tile are computed from the iteration, or with masks as data from a place in the
-  // order of heads and tiles: there is no register for them.
+  // The main loop: calls f(number, query head, tile). Head and tile are computed from the iteration: there is no register for them. With masks as
+  // data iterations are skipped; `number` counts those that are not.
   template <bool kOwnsQueries, typename F>
   __device__ __forceinline__ void for_each_tile(F f) const {
     const int heads = kOwnsQueries ? 1 : static_cast<int>(p_.group);
-    [[maybe_unused]] int iteration = 0;
+    [[maybe_unused]] int number = 0;
 #pragma unroll 1
     for (int n = next_iteration<kOwnsQueries>(0); n < heads * (work_.tile_end - work_.tile_begin);
          n = next_iteration<kOwnsQueries>(n + 1)) {
       const int tiles = work_.tile_end - work_.tile_begin, head = kOwnsQueries ? 0 : n / tiles;
-      f(C::kScored ? iteration++ : n, work_.own_head * heads + head, work_.tile_begin + n - head * tiles);
+      f(C::kScored ? number++ : n, work_.own_head * heads + head, work_.tile_begin + n - head * tiles);
     }
   }
-  // The first place from n on of whose tile masks as data show a pair, or one behind the last.
+  // The first iteration from n on of whose tile masks as data show a pair, or one behind the last.
   template <bool kOwnsQueries>
   __device__ __forceinline__ int next_iteration(int n) const {
     if constexpr (C::kScored) {
@@ -458,72 +462,107 @@ class Backward {
     }
   }
   // Score terms, masks as data and dropout
-  __device__ __forceinline__ bool computes_s_twice() const {
-    return C::kScored && (p_.softcap > 0 || p_.dropout.threshold > 0);
-  }
+  __device__ __forceinline__ bool computes_s_twice() const { return C::kTwice && (p_.softcap > 0 || p_.dropout.threshold > 0); }
   __device__ __forceinline__ ScoredHead scored_head(int head) const { return {work_.batch, head, work_.q.len, work_.k.len}; }
   template <bool kOwnsQueries>
   __device__ __forceinline__ NaturalScores<kOwnsQueries> scores_of(int head, int first) const {
-    return {p_, scored_head(head), own_row(0), first, lane_};
+    return {p_, scored_head(head), opaque(own_row(0)), first, opaque(lane_)};
   }
-  // The pairs of a tile that band, lengths and masks as data hide, one bit for each element.
+  static constexpr int kTermsAtOnce = C::kD == 64 ? 32 : 8;
+  // What these need of a tile besides S, loaded and computed while the products of S run.
+  struct TileTerms {
+    float bias[32];
+    uint32_t hidden, dropped;  // pair_bit(), and a bit for each element
+  };
   template <bool kOwnsQueries>
-  __device__ __forceinline__ uint32_t hidden_pairs(int head, int first, bool partial) const {
+  static constexpr bool kLoadsBiasEarly = C::kD == 64 ||
+                                          (kOwnsQueries && !C::kTwice);  // dk and dv of 128 columns leave no registers
+  template <bool kOwnsQueries>
+  __device__ __forceinline__ void prepare(TileTerms &terms, int head, int first, bool partial) const {
+    if (kLoadsBiasEarly<kOwnsQueries> && p_.bias.data != nullptr)
+      scores_of<kOwnsQueries>(head, first).for_each_bias([&](int n, float bias) { terms.bias[n] = bias; });
     uint32_t hidden = 0;
-    const auto hide = [&](int n) { hidden |= 1u << n; };
+    if (a_.mask.given()) {
+      const int own = work_.own0 + wg_ * 64;
+      if constexpr (kOwnsQueries) {
+        uint32_t of_cell[1];
+        hidden_by_data(a_.mask, p_, scored_head(head), own, work_.own0 + consumer_warp() * 16, first, lane_, of_cell);
+        hidden = of_cell[0];
+      } else {
+        sm90::ShownPairs<64> shown;
+        const uint32_t code = own < work_.k.len ? cell_code(a_.mask, work_.batch, head, first, own) : 0;
+        shown.find(a_.mask, p_, work_.batch, head, first, own, code);
+        hidden = ~shown.word[0];
+      }
+    }
     if (partial) {
 #pragma unroll
-      for (int r = 0; r < 2; ++r) for_masked_in_row<Fragment>(r, pairs_of<kOwnsQueries>(r), first, opaque(lane_), hide);
+      for (int r = 0; r < 2; ++r)
+        for_masked_in_row<Fragment>(r, pairs_of<kOwnsQueries>(r), first, opaque(lane_),
+                                    [&](int n) { hidden |= 1u << pair_bit(n); });
     }
-    if (!a_.mask.given()) return hidden;
-    const int own = work_.own0 + wg_ * 64;
-    if constexpr (kOwnsQueries) {
-      for_hidden_by_data(a_.mask, p_, scored_head(head), own, own_row(0), first, lane_, hide);
-    } else {
-      sm90::ShownPairs<64> shown;
-      const uint32_t code = own < work_.k.len ? cell_code(a_.mask, work_.batch, head, first, own) : 0;
-      shown.find(a_.mask, p_, work_.batch, head, first, own, code);
-      shown.for_hidden(0, hide);
+    terms.dropped = 0;
+    if (C::kTwice && p_.dropout.threshold > 0) {
+      if constexpr (kOwnsQueries) {
+        terms.dropped = scores_of<true>(head, first).draw_dropped();
+      } else {
+        terms.dropped = draw_dropped_transposed(head, first);
+      }
     }
-    return hidden;
+    terms.hidden = hidden;
+    // Keeps the compiler from moving any of this to where it is used.
+    asm volatile("" : "+r"(terms.hidden), "+r"(terms.dropped));
   }
-  // S becomes P, whose hidden pairs are returned as bits: those of masks, and logits of -inf. derivative(n, x): as in NaturalScores.
-  template <bool kOwnsQueries, typename Lse, typename Derivative>
-  __device__ __forceinline__ uint32_t exponentiate_scored(float (&s)[32], int head, int first, bool partial, Lse lse,
-                                                          Derivative derivative) const {
-    uint32_t hidden = hidden_pairs<kOwnsQueries>(head, first, partial);
+  // S becomes P; pairs with a logit of -inf become hidden, too. for_each_bias(f) calls f(n, bias). kDerivative is that of NaturalScores::add_terms().
+  template <bool kOwnsQueries, bool kDerivative, typename Lse, typename Bias>
+  __device__ __forceinline__ void exponentiate_scored(float (&s)[32], uint32_t &hidden, int head, int first, Lse lse,
+                                                      Bias for_each_bias, float *derivative) const {
+    const auto is_hidden = [&](int n) { return (hidden >> pair_bit(n) & 1) != 0; };
     if (__any_sync(~0u, isnan(nan_if_nonfinite(s)))) {
       bool again = false;  // in visible pairs of queries whose lse is a number
       for_each_pair(lse, [&](int n, float2 x) {
-        again |= ((hidden >> n & 1) == 0 && !(fabsf(s[n]) < CUDART_INF_F) && fabsf(x.x) < CUDART_INF_F) ||
-                 ((hidden >> (n + 1) & 1) == 0 && !(fabsf(s[n + 1]) < CUDART_INF_F) && fabsf(x.y) < CUDART_INF_F);
+        again |= (!is_hidden(n) && !(fabsf(s[n]) < CUDART_INF_F) && fabsf(x.x) < CUDART_INF_F) ||
+                 (!is_hidden(n + 1) && !(fabsf(s[n + 1]) < CUDART_INF_F) && fabsf(x.y) < CUDART_INF_F);
       });
       if (__any_sync(~0u, again)) compute_s_again<kOwnsQueries>(s, head, first);
     }
     float scale = p_.softmax_scale;
     if (p_.score_terms()) {
-      const NaturalScores<kOwnsQueries> terms = scores_of<kOwnsQueries>(head, first);
       if (!has_plain_scores(p_)) {
-        terms.add_terms(s, derivative);
+        scores_of<kOwnsQueries>(head, first)
+            .template add_terms<C::kScores & kSoftcapAlibi, kTermsAtOnce, kDerivative>(s, a_.tanh_scale, derivative);
         scale = 1.f;
       }
-      if (p_.bias.data != nullptr) terms.add_bias(s, scale);
-      scale = 1.f;
+      if (p_.bias.data != nullptr) {
+        for_each_bias([&](int n, float bias) { s[n] = NaturalScores<kOwnsQueries>::with_bias(s[n], scale, bias); });
+        scale = 1.f;
+      }
 #pragma unroll
       for (int n = 0; n < 32; ++n)
-        if (s[n] == -CUDART_INF_F) hidden |= 1u << n;
+        if (s[n] == -CUDART_INF_F) hidden |= 1u << pair_bit(n);
     }
     for_each_pair(lse, [&](int n, float2 x) {
       s[n] = exponential(fmaf(s[n], scale, -x.x));
       s[n + 1] = exponential(fmaf(s[n + 1], scale, -x.y));
     });
     hide(s, hidden);
-    return hidden;
+  }
+  // Passes on the bias that prepare() has loaded, or loads it.
+  template <bool kOwnsQueries>
+  __device__ __forceinline__ auto prepared_bias(const TileTerms &terms, int head, int first) const {
+    return [&, head, first](auto f) {
+      if constexpr (kLoadsBiasEarly<kOwnsQueries>) {
+#pragma unroll
+        for (int n = 0; n < 32; ++n) f(n, terms.bias[n]);
+      } else {
+        scores_of<kOwnsQueries>(head, first).for_each_bias(f);
+      }
+    };
   }
   static __device__ __forceinline__ void hide(float (&x)[32], uint32_t hidden) {
 #pragma unroll
     for (int n = 0; n < 32; ++n)
-      if ((hidden >> n & 1) != 0) x[n] = kMaskedP;
+      if ((hidden >> pair_bit(n) & 1) != 0) x[n] = kMaskedP;
   }
   // dP of dropped pairs becomes 0.
   __device__ __forceinline__ void drop_dp(float (&dp)[32], uint32_t dropped) const {
@@ -591,21 +630,25 @@ class Backward {
       float s[32], dp[32];
       int last[C::kAtoms];
       start_scores(s, 0, pipe, last, false);
+      [[maybe_unused]] TileTerms terms;
+      if constexpr (C::kScored) prepare<true>(terms, head, first, partial);
       start_scores(dp, 1, pipe, last, true);
       fence_operand(s);
       if constexpr (C::kScored) {
         float derivative[32];
-        const uint32_t hidden =
-            exponentiate_scored<true>(s, head, first, partial, OfRows{row_lse}, [&](int n, float x) { derivative[n] = x; });
+#pragma unroll
+        for (float &x : derivative) x = 1.f;
+        exponentiate_scored<true, C::kTwice>(s, terms.hidden, head, first, OfRows{row_lse},
+                                             prepared_bias<true>(terms, head, first), derivative);
         finish_scores(dp, last);
-        if (p_.dropout.threshold > 0) drop_dp(dp, scores_of<true>(head, first).draw_dropped());
+        if (C::kTwice && p_.dropout.threshold > 0) drop_dp(dp, terms.dropped);
 #pragma unroll
         for (int n = 0; n < 32; ++n) s[n] = fmaf(s[n], dp[n] - row_delta[Fragment::row(n)], 0.f);  // + 0: -0 is a hidden pair
-        if (p_.softcap > 0) {
+        if (C::kTwice && p_.softcap > 0) {
 #pragma unroll
           for (int n = 0; n < 32; ++n) s[n] = fmaf(s[n], derivative[n], 0.f);
         }
-        hide(s, hidden);
+        hide(s, terms.hidden);
       } else {
         exponentiate<true>(s, head, first, partial, OfRows{row_lse});
         finish_scores(dp, last);
@@ -632,7 +675,7 @@ class Backward {
       clear(dv[a]);
     }
     // Where a tile takes all stages an even number of times, stages and phases are constants.
-    constexpr bool kSamePhases = !C::kScored && 12 * C::kAtoms % (2 * C::kStages) == 0;
+    constexpr bool kSamePhases = !C::kTwice && 12 * C::kAtoms % (2 * C::kStages) == 0;
     Pipeline pipe;
     if (!no_tiles()) mbarrier_wait(own_full(), 0);
     for_each_tile<false>([&](int iteration, int head, int tile) {
@@ -643,16 +686,15 @@ class Backward {
       int last[C::kAtoms];
       PPlanes x;
       start_scores(acc, 0, pipe, last, false);
+      [[maybe_unused]] TileTerms terms;
+      if constexpr (C::kScored) prepare<false>(terms, head, first, partial);
       mbarrier_wait(stats_full(at), iteration / 2 % 2);
       finish_scores(acc, last);
       const OfColumns tile_lse{lse(at) + Fragment::first_key(lane_) * 4};
-      [[maybe_unused]] uint32_t hidden, dropped = 0;
       if constexpr (C::kScored) {
-        hidden = exponentiate_scored<false>(acc, head, first, partial, tile_lse, [](int, float) {});
-        if (p_.dropout.threshold > 0) {
-          dropped = draw_dropped_transposed(head, first);
-          drop(acc, dropped);
-        }
+        exponentiate_scored<false, false>(acc, terms.hidden, head, first, tile_lse, prepared_bias<false>(terms, head, first),
+                                          nullptr);
+        if (C::kTwice && p_.dropout.threshold > 0) drop(acc, terms.dropped);
       } else {
         exponentiate<false>(acc, head, first, partial, tile_lse);
       }
@@ -670,28 +712,34 @@ class Backward {
       start_scores(acc, 1, pipe, last, false);
       finish_scores(acc, last);
       const OfColumns tile_delta{delta(at) + Fragment::first_key(lane_) * 4};
-      if (computes_s_twice()) {
-        if (p_.dropout.threshold > 0) drop_dp(acc, dropped);
+      const auto without_delta = [&](auto f) {
         for_each_pair(tile_delta, [&](int n, float2 d) {
-          ds[n] = acc[n] - d.x;
-          ds[n + 1] = acc[n + 1] - d.y;
+          f(ds[n], acc[n] - d.x);
+          f(ds[n + 1], acc[n + 1] - d.y);
         });
-        start_scores(acc, 0, pipe, last, false);
-        finish_scores(acc, last);
-        hidden = exponentiate_scored<false>(acc, head, first, partial, tile_lse, [&](int n, float x) { ds[n] *= x; });
+      };
+      const auto multiply = [](float &x, float y) { x *= y; };
+      if constexpr (C::kTwice) {
+        if (computes_s_twice()) {
+          if (p_.dropout.threshold > 0) drop_dp(acc, terms.dropped);
+          without_delta([](float &x, float y) { x = y; });
+          start_scores(acc, 0, pipe, last, false);
+          finish_scores(acc, last);
+          exponentiate_scored<false, true>(
+              acc, terms.hidden, head, first, tile_lse, [&](auto f) { scores_of<false>(head, first).for_each_bias(f); }, ds);
 #pragma unroll
-        for (int n = 0; n < 32; ++n) ds[n] *= acc[n];
+          for (int n = 0; n < 32; ++n) ds[n] *= acc[n];
+        } else {
+          without_delta(multiply);
+        }
       } else {
-        for_each_pair(tile_delta, [&](int n, float2 d) {
-          ds[n] *= acc[n] - d.x;
-          ds[n + 1] *= acc[n + 1] - d.y;
-        });
+        without_delta(multiply);
       }
       release_warp(stats_empty(at));
       if constexpr (C::kScored) {
 #pragma unroll
         for (int n = 0; n < 32; ++n) ds[n] += 0.f;  // -0 is a hidden pair
-        hide(ds, hidden);
+        hide(ds, terms.hidden);
       } else {
         if (partial) mask<false>(ds, first);
       }
@@ -699,7 +747,7 @@ class Backward {
       add_product<false>(dk, acc, x, pipe, p_.q, head, first, static_cast<int>(p_.head_dim));
     });
     store<false>(g_.dk, dk, p_.softmax_scale, static_cast<int>(p_.head_dim), a_.vector_dk);
-    store<false>(g_.dv, dv, C::kScored ? p_.dropout.keep_scale : 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
+    store<false>(g_.dv, dv, C::kTwice ? p_.dropout.keep_scale : 1.f, static_cast<int>(p_.head_dim_v), a_.vector_dv);
   }
 
   // ------------------------------------------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ struct BackwardParams : BackwardRows {
   int32_t key_blocks;                    // CTAs of dk and dv, which come first; 0 if neither is wanted
   int32_t q_batch, k_batch;              // sequences of a plane: 1 where packed
   bool vector_dq, vector_dk, vector_dv;  // 16-byte stores are legal
-  DataMask mask;                         // of kernels for any mixture of terms
+  DataMask mask;                         // this and what follows: of kernels for any mixture of terms
+  float tanh_scale;                      // natural_tanh_scale()
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kBackwardShapes.

@@ -21,10 +21,11 @@ struct BackwardShape {
 };
 
 // X(name, head_dim, stages, scores)
-#define FA_SM90_FP32_BACKWARD_TABLE(X) \
-  X(d64, 64, 16, kPlain)               \
-  X(d128, 128, 4, kPlain)              \
-  X(d64g, 64, 16, kFp32Scores)         \
+#define FA_SM90_FP32_BACKWARD_TABLE(X)                   \
+  X(d64, 64, 16, kPlain)                                 \
+  X(d128, 128, 4, kPlain)                                \
+  X(d64g, 64, 16, kFp32Scores)                           \
+  X(d128m, 128, 4, kFp32Scores & ~(kSoftcap | kDropout)) \
   X(d128g, 128, 4, kFp32Scores)
 
 #define FA_SM90_FP32_SHAPE(name, head_dim, stages, scores) \

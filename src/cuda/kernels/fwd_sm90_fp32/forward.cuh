@@ -30,10 +30,11 @@
 namespace fa::cuda::sm90_fp32 {
 
 // kScores: plain scores, or any mixture of terms.
-template <int kD_, int kKeys_, int kStages_, ScoreSet kScores>
+template <int kD_, int kKeys_, int kStages_, ScoreSet kScores_>
 struct ForwardConfig {
   using Storage = ForwardStorage<kD_, kKeys_, kStages_>;
   static constexpr int kD = kD_, kKeys = kKeys_, kStages = kStages_;
+  static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = kScores != kPlain;
   // Warpgroups: the producer, which reads masks as data, and two consumers.
   static constexpr int kThreads = 384, kProducerRegisters = 24, kConsumerRegisters = 240;
@@ -78,8 +79,12 @@ class Forward {
   using Scores = QkFragment<1, C::kKeys / 8>;  // of one warp
   using Out = QkFragment<1, C::kD / 8>;
   using Softmax = OnlineSoftmax<Scores, 2, BaseE>;
-  using Mma = Wgmma<__nv_bfloat16, C::kD>;
+  using Mma = Wgmma<__nv_bfloat16, Storage::kByAtoms ? 64 : C::kD>;
   static constexpr int kPSteps = C::kKeys / 16;
+  static constexpr bool kByAtoms = Storage::kByAtoms;
+  static constexpr int kAtoms = C::kD / 64, kStagesOfPlane = kByAtoms ? kAtoms : 1;
+  // The second warpgroup begins later. Both free the stages, so all of the first K has to fit in the pipeline meanwhile.
+  static constexpr bool kStaggers = C::kStages >= kPlanes * kStagesOfPlane;
   using PPlanes = uint32_t[kPlanes][kPSteps][4];  // P of 64 queries, as A operands
 
   __device__ __forceinline__ void describe_work() const {
@@ -137,8 +142,8 @@ class Forward {
   __device__ __forceinline__ uint32_t q(int plane) const {
     return smem_ + offsetof(Storage, q) + plane * Storage::kQPlaneBytes;
   }
-  __device__ __forceinline__ uint32_t plane(int stage) const {
-    return smem_ + offsetof(Storage, plane) + stage * Storage::kPlaneBytes;
+  __device__ __forceinline__ uint32_t tile_of(int stage) const {
+    return smem_ + offsetof(Storage, stage) + stage * Storage::kStageBytes;
   }
   __device__ __forceinline__ uint32_t q_full() const { return smem_ + offsetof(Storage, q_full); }
   __device__ __forceinline__ uint32_t full(int stage) const { return smem_ + offsetof(Storage, full) + stage * 8; }
@@ -169,28 +174,33 @@ class Forward {
 #pragma unroll 1
       for (int n = 0; n < kPlanes; ++n)
 #pragma unroll
-        for (int atom = 0; atom < C::kD / 64; ++atom)
+        for (int atom = 0; atom < kAtoms; ++atom)
           tma_load_4d(q(n) + atom * kRows * 128, &a_.q_map, q_full(), atom * 64, work_.q.start + work_.row0, work_.head_q,
                       n * a_.q_batch + (a_.q_batch > 1 ? work_.batch : 0), kEvictFirst);
     }
     Pipeline pipe;
 #pragma unroll 1
     for (int tile = work_.tile_begin; tile < work_.tile_end; tile = next_tile(tile + 1)) {
-      load_planes(a_.k_map, tile, pipe);
-      load_planes(a_.v_map, tile, pipe);
+      load_tile</*kByPlane=*/true>(a_.k_map, tile, pipe);
+      load_tile</*kByPlane=*/!kByAtoms>(a_.v_map, tile, pipe);
     }
   }
-  __device__ __forceinline__ void load_planes(const CUtensorMap &map, int tile, Pipeline &pipe) const {
+  // A KV tile, the last planes first: plane by plane, or atom by atom with the planes of an atom together.
+  template <bool kByPlane>
+  __device__ __forceinline__ void load_tile(const CUtensorMap &map, int tile, Pipeline &pipe) const {
+    constexpr int kAtomsOfStage = kAtoms / kStagesOfPlane;
 #pragma unroll 1
-    for (int n = kPlanes - 1; n >= 0; --n) {
-      const int stage = pipe.stage();
+    for (int i = 0; i < kPlanes * kStagesOfPlane; ++i) {
+      const int stage = pipe.stage(), plane = kPlanes - 1 - (kByPlane ? i / kStagesOfPlane : i % kPlanes),
+                first_atom = (kByPlane ? i % kStagesOfPlane : i / kPlanes) * kAtomsOfStage;
       mbarrier_wait(empty(stage), pipe.phase() ^ 1);
       if (elect_one()) {
-        mbarrier_arrive_expect_tx(full(stage), Storage::kPlaneBytes);
+        mbarrier_arrive_expect_tx(full(stage), Storage::kStageBytes);
 #pragma unroll
-        for (int atom = 0; atom < C::kD / 64; ++atom)
-          tma_load_4d(plane(stage) + atom * C::kKeys * 128, &map, full(stage), atom * 64, work_.k.start + tile * C::kKeys,
-                      work_.head_k, n * a_.k_batch + (a_.k_batch > 1 ? work_.batch : 0), kEvictLast);
+        for (int atom = 0; atom < kAtomsOfStage; ++atom)
+          tma_load_4d(tile_of(stage) + atom * C::kKeys * 128, &map, full(stage), (first_atom + atom) * 64,
+                      work_.k.start + tile * C::kKeys, work_.head_k, plane * a_.k_batch + (a_.k_batch > 1 ? work_.batch : 0),
+                      kEvictLast);
       }
       pipe.advance();
     }
@@ -209,18 +219,26 @@ class Forward {
     if (!no_tiles()) {
       mbarrier_wait(q_full(), 0);
       // The second warpgroup begins later: then one computes P while the other one's products run.
-      if (wg_ == 1) mbarrier_wait(first_s(), 0);
+      if (kStaggers && wg_ == 1) mbarrier_wait(first_s(), 0);
     }
 #pragma unroll 1
     for (int tile = work_.tile_begin; tile < work_.tile_end; tile = next_tile(tile + 1)) {
       float s[C::kKeys / 2];
-      compute_s(s, pipe);
-      if (wg_ == 0 && tile == work_.tile_begin) release_warp(first_s());
       const int key0 = tile * C::kKeys;
+      [[maybe_unused]] TileTerms terms;
+      const auto meanwhile = [&] {
+        if constexpr (C::kScored) prepare(terms, key0);
+      };
+      if constexpr (kByAtoms) {
+        compute_s_by_atoms(s, pipe, meanwhile);
+      } else {
+        compute_s(s, pipe, meanwhile);
+      }
+      if (kStaggers && wg_ == 0 && tile == work_.tile_begin) release_warp(first_s());
       const bool partial = is_partial(key0);
       float tile_sum[2];
       if constexpr (C::kScored) {
-        exponentiate_scored(s, softmax, out, key0, partial, tile_sum);
+        exponentiate_scored(s, terms, softmax, out, key0, partial, tile_sum);
       } else {
         exponentiate(s, softmax, out, key0, partial, tile_sum);
       }
@@ -233,43 +251,45 @@ class Forward {
       for (int r = 0; r < 2; ++r) softmax.sum[r] += tile_sum[r];
       PPlanes p;
       split_fragment(s, p);
-      float of_tile[C::kD / 2];
-      compute_pv(of_tile, p, pipe);
-      if (adds_nonfinite(out, of_tile)) {
-        add_pv_again(out, p, key0);
+      if constexpr (kByAtoms) {
+        add_pv_by_atoms(out, s, p, pipe, key0);
       } else {
-#pragma unroll
-        for (int n = 0; n < C::kD / 2; ++n) out[n] += of_tile[n];
+        float of_tile[C::kD / 2];
+        compute_pv(of_tile, p, pipe);
+        add_pv(out, of_tile, p, key0, 0);
       }
     }
     store(out, softmax);
   }
 
-  // The products with the planes of a KV tile, the smallest ones first: issue(n, tile) starts those with plane n. A plane is released when the
-  // products with the next one have been started, the last one by the caller: returns its stage.
-  template <typename Issue>
-  __device__ __forceinline__ int multiply_planes(Pipeline &pipe, Issue issue) const {
+  // The products with kCount stages of K or V: issue(n, tile) starts those with stage n. A stage is released when the products with the next one
+  // have been started, the last one by the caller: returns which it is. meanwhile() runs beside the last products.
+  template <int kCount, typename Issue, typename Meanwhile>
+  __device__ __forceinline__ int multiply_stages(Pipeline &pipe, Issue issue, Meanwhile meanwhile) const {
     int last = 0;
 #pragma unroll
-    for (int n = kPlanes - 1; n >= 0; --n) {
+    for (int n = 0; n < kCount; ++n) {
       mbarrier_wait(full(pipe.stage()), pipe.phase());
-      issue(n, plane(pipe.stage()));
+      issue(n, tile_of(pipe.stage()));
       wgmma_commit();
-      if (n < kPlanes - 1) {
+      if (n > 0) {
         wgmma_wait<1>();
         release_warp(empty(last));
       }
       last = pipe.stage();
       pipe.advance();
     }
+    meanwhile();
     wgmma_wait<0>();
     return last;
   }
 
-  // S = Q K^T of a KV tile.
-  __device__ __forceinline__ void compute_s(float (&s)[C::kKeys / 2], Pipeline &pipe) const {
+  // S = Q K^T of a KV tile, the smallest products first.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void compute_s(float (&s)[C::kKeys / 2], Pipeline &pipe, Meanwhile meanwhile) const {
     fence_operand(s);
-    const int last = multiply_planes(pipe, [&](int n, uint32_t tile) {
+    const auto issue = [&](int stage, uint32_t tile) {
+      const int n = kPlanes - 1 - stage;  // plane of K
       const uint64_t b = descriptor_k_major(tile);
       wgmma_fence();
 #pragma unroll
@@ -281,9 +301,39 @@ class Forward {
                                                  advance_descriptor(b, k / 4 * C::kKeys * 128 + k % 4 * 32),
                                                  n < kPlanes - 1 || k > 0);
       }
-    });
+    };
+    const int last = multiply_stages<kPlanes>(pipe, issue, meanwhile);
     fence_operand(s);
     release_warp(empty(last));
+  }
+
+  // The same, atom by atom. The small products of all atoms cannot come before the large ones of the first. They have an accumulator of their own,
+  // which is added at the end.
+  template <typename Meanwhile>
+  __device__ __forceinline__ void compute_s_by_atoms(float (&s)[C::kKeys / 2], Pipeline &pipe, Meanwhile meanwhile) const {
+    float small[C::kKeys / 2];
+    fence_operand(s);
+    fence_operand(small);
+    const auto issue = [&](int stage, uint32_t tile) {
+      const int n = kPlanes - 1 - stage / kAtoms, atom = stage % kAtoms;
+      const uint64_t b = descriptor_k_major(tile);
+      wgmma_fence();
+#pragma unroll
+      for (int i = kPlanes - 1 - n; i >= 0; --i) {
+        const uint64_t a = descriptor_k_major(q(i) + wg_ * 64 * 128 + atom * kRows * 128);
+        const bool is_small = n + i > 0, is_first = atom == 0 && (!is_small || n == kPlanes - 1);
+#pragma unroll
+        for (int k = 0; k < 4; ++k)
+          Wgmma<__nv_bfloat16, C::kKeys>::ss_k_k(is_small ? small : s, advance_descriptor(a, k * 32),
+                                                 advance_descriptor(b, k * 32), !is_first || k > 0);
+      }
+    };
+    const int last = multiply_stages<kPlanes * kAtoms>(pipe, issue, meanwhile);
+    fence_operand(s);
+    fence_operand(small);
+    release_warp(empty(last));
+#pragma unroll
+    for (int n = 0; n < C::kKeys / 2; ++n) s[n] += small[n];
   }
 
   // S becomes P; raises the maximum, and rescales out.
@@ -298,49 +348,102 @@ class Forward {
     }
   }
 
-  // The same with score terms and masks as data. Where a number that is not finite gives NaN, S is computed again.
-  __device__ __forceinline__ void exponentiate_scored(float (&s)[C::kKeys / 2], Softmax &softmax, float (&out)[C::kD / 2],
-                                                      int key0, bool partial, float (&tile_sum)[2]) const {
-    // Terms make scores natural logits.
-    const float scale = p_.score_terms() ? 1.f : p_.softmax_scale;
-    const ScoredHead head{work_.batch, work_.head_q, work_.q.len, work_.k.len};
-    const auto terms_of = [&](int half) { return NaturalScores<true>(p_, head, row(0), key0 + 64 * half, lane_); };
-    bool again = false;
-#pragma unroll 1
-    while (true) {
+  // What score terms, masks as data and dropout need of a KV tile besides S, loaded and computed while the products of S run.
+  static constexpr int kCells = C::kKeys / kCell;
+  // The bias of 128 keys, or out of more than 128 columns, leaves no registers.
+  static constexpr bool kLoadsBiasEarly = C::kKeys == 64 && !kByAtoms;
+  static constexpr int kTermsAtOnce = C::kD == 64 ? 32 : 8;
+  struct TileTerms {
+    float bias[C::kKeys / 2];
+    uint32_t hidden[kCells], dropped[kCells];  // pair_bit(), and a bit for each element
+  };
+  __device__ __forceinline__ ScoredHead scored_head() const { return {work_.batch, work_.head_q, work_.q.len, work_.k.len}; }
+  __device__ __forceinline__ NaturalScores<true> scores_of(int key0, int cell) const {
+    return {p_, scored_head(), row(0), key0 + kCell * cell, lane_};
+  }
+  __device__ __forceinline__ void prepare(TileTerms &terms, int key0) const {
 #pragma unroll
-      for (int half = 0; half < C::kKeys / 64; ++half) {
-        const NaturalScores<true> terms = terms_of(half);
-        if (!has_plain_scores(p_)) terms.add_terms(s + 32 * half, [](int, float) {});
-        if (p_.bias.data != nullptr) terms.add_bias(s + 32 * half, has_plain_scores(p_) ? p_.softmax_scale : 1.f);
-      }
-      if (partial) mask_rows<Scores>(s, key0, lane_, [&](int r) { return keys_of_row(r); });
-      if (a_.mask.given()) {
+    for (int cell = 0; cell < kCells; ++cell) terms.hidden[cell] = terms.dropped[cell] = 0;
+    if (kLoadsBiasEarly && p_.bias.data != nullptr) {
 #pragma unroll
-        for (int half = 0; half < C::kKeys / 64; ++half)
-          for_hidden_by_data(a_.mask, p_, head, work_.row0 + wg_ * 64, row(0), key0 + 64 * half, lane_,
-                             [&](int n) { s[32 * half + n] = -CUDART_INF_F; });
-      }
-      if (softmax.update_max(s, scale, kRescaleThreshold * kLn2)) scale_rows<Out>(out, softmax.rescale);
-      softmax.template exponentiate</*kMasked=*/true>(s, scale, tile_sum);
-      if (again ||
-          !__any_sync(~0u, (isnan(tile_sum[0]) && !isnan(softmax.sum[0])) || (isnan(tile_sum[1]) && !isnan(softmax.sum[1]))))
-        break;
-      compute_s_again(s, key0);
-      again = true;
+      for (int cell = 0; cell < kCells; ++cell)
+        scores_of(key0, cell).for_each_bias([&](int n, float bias) { terms.bias[32 * cell + n] = bias; });
     }
+    if (a_.mask.given())
+      hidden_by_data(a_.mask, p_, scored_head(), work_.row0 + wg_ * 64, work_.row0 + consumer_warp() * 16, key0, lane_,
+                     terms.hidden);
     if (p_.dropout.threshold > 0) {
 #pragma unroll
-      for (int half = 0; half < C::kKeys / 64; ++half) drop(s + 32 * half, terms_of(half).draw_dropped());
+      for (int cell = 0; cell < kCells; ++cell) terms.dropped[cell] = scores_of(key0, cell).draw_dropped();
+    }
+    // Keeps the compiler from moving any of this to where it is used.
+#pragma unroll
+    for (int cell = 0; cell < kCells; ++cell) asm volatile("" : "+r"(terms.hidden[cell]), "+r"(terms.dropped[cell]));
+  }
+
+  // The same with score terms and masks as data. S of visible pairs that is not finite is computed again.
+  __device__ __forceinline__ void exponentiate_scored(float (&s)[C::kKeys / 2], const TileTerms &terms, Softmax &softmax,
+                                                      float (&out)[C::kD / 2], int key0, bool partial,
+                                                      float (&tile_sum)[2]) const {
+    const bool plain = has_plain_scores(p_), has_bias = p_.bias.data != nullptr, has_mask = a_.mask.given();
+    const auto is_hidden = [&](int n) { return (terms.hidden[n / 32] >> pair_bit(n % 32) & 1) != 0; };
+    if (__any_sync(~0u, isnan(nan_if_nonfinite(s)))) {
+      const KeyRange keys[2] = {keys_of_row(0), keys_of_row(1)};
+      bool again = false;  // in rows that are not NaN for good
+#pragma unroll
+      for (int n = 0; n < C::kKeys / 2; ++n) {
+        const int r = Scores::row(n), key = key0 + Scores::first_key(lane_) + Scores::key(n);
+        again |= !(fabsf(s[n]) < CUDART_INF_F) && key >= keys[r].begin && key < keys[r].end && !(has_mask && is_hidden(n)) &&
+                 !isnan(softmax.sum[r]);
+      }
+      if (__any_sync(~0u, again)) compute_s_again(s, key0);
+    }
+    // Terms make scores natural logits.
+    const float bias_scale = plain ? p_.softmax_scale : 1.f, scale = plain && !has_bias ? p_.softmax_scale : 1.f;
+    if (!plain) {
+#pragma unroll
+      for (int cell = 0; cell < kCells; ++cell)
+        scores_of(key0, cell)
+            .template add_terms<C::kScores & kSoftcapAlibi, kTermsAtOnce, /*kDerivative=*/false>(s + 32 * cell, a_.tanh_scale,
+                                                                                                 nullptr);
+    }
+    if (has_bias) {
+#pragma unroll
+      for (int cell = 0; cell < kCells; ++cell) {
+        const auto add = [&](int n, float bias) {
+          float &x = s[32 * cell + n];
+          x = NaturalScores<true>::with_bias(x, bias_scale, bias);
+        };
+        if constexpr (kLoadsBiasEarly) {
+#pragma unroll
+          for (int n = 0; n < 32; ++n) add(n, terms.bias[32 * cell + n]);
+        } else {
+          scores_of(key0, cell).for_each_bias(add);
+        }
+      }
+    }
+    if (partial) mask_rows<Scores>(s, key0, lane_, [&](int r) { return keys_of_row(r); });
+    if (has_mask) {
+#pragma unroll
+      for (int n = 0; n < C::kKeys / 2; ++n)
+        if (is_hidden(n)) s[n] = -CUDART_INF_F;
+    }
+    if (softmax.update_max(s, scale, kRescaleThreshold * kLn2)) scale_rows<Out>(out, softmax.rescale);
+    softmax.template exponentiate</*kMasked=*/true>(s, scale, tile_sum);
+    if (p_.dropout.threshold > 0) {
+#pragma unroll
+      for (int cell = 0; cell < kCells; ++cell) drop(s + 32 * cell, terms.dropped[cell]);
     }
   }
 
-  // P V of a KV tile.
-  __device__ __forceinline__ void compute_pv(float (&of_tile)[C::kD / 2], PPlanes &p, Pipeline &pipe) const {
+  // P V of a KV tile, or of 64 of its columns.
+  template <int kCount>
+  __device__ __forceinline__ void compute_pv(float (&of_tile)[kCount], PPlanes &p, Pipeline &pipe) const {
     fence_operand(of_tile);
 #pragma unroll
     for (int i = 0; i < kPlanes; ++i) fence_operand(p[i]);
-    const int last = multiply_planes(pipe, [&](int n, uint32_t tile) {
+    const auto issue = [&](int stage, uint32_t tile) {
+      const int n = kPlanes - 1 - stage;  // plane of V
       const uint64_t b = descriptor_mn_major<C::kKeys>(tile);
       wgmma_fence();
 #pragma unroll
@@ -348,11 +451,33 @@ class Forward {
 #pragma unroll
         for (int k = 0; k < kPSteps; ++k)
           Mma::rs_mn(of_tile, p[i][k], advance_descriptor(b, k * 2048), n < kPlanes - 1 || k > 0);
-    });
+    };
+    const int last = multiply_stages<kPlanes>(pipe, issue, [] {});
     fence_operand(of_tile);
 #pragma unroll
     for (int i = 0; i < kPlanes; ++i) fence_operand(p[i]);
     release_warp(empty(last));
+  }
+
+  // out += P V of a KV tile, 64 columns at a time. The caller passes the array of S as of_tile: an array of each atom's own would take more registers.
+  __device__ __forceinline__ void add_pv_by_atoms(float (&out)[C::kD / 2], float (&of_tile)[32], PPlanes &p, Pipeline &pipe,
+                                                  int key0) const {
+#pragma unroll
+    for (int atom = 0; atom < kAtoms; ++atom) {
+      compute_pv(of_tile, p, pipe);
+      add_pv(reinterpret_cast<float(&)[32]>(out[32 * atom]), of_tile, p, key0, 64 * atom);
+    }
+  }
+  // Adds P V, of columns from `column` on, to out.
+  template <int kCount>
+  __device__ __forceinline__ void add_pv(float (&out)[kCount], const float (&of_tile)[kCount], const PPlanes &p, int key0,
+                                         int column) const {
+    if (adds_nonfinite(out, of_tile)) {
+      add_pv_again(out, p, key0, column);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kCount; ++n) out[n] += of_tile[n];
+    }
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -390,10 +515,11 @@ class Forward {
   }
 
   // out += P V over the visible pairs, from V as it is.
-  __device__ __forceinline__ void add_pv_again(float (&out)[C::kD / 2], const PPlanes &p, int key0) const {
+  template <int kCount>
+  __device__ __forceinline__ void add_pv_again(float (&out)[kCount], const PPlanes &p, int key0, int column) const {
     add_visible_pairs<C::kScored>(
-        out, p, static_cast<int>(p_.head_dim_v), lane_, [&](int r, int n) { return C::kScored || sees(r, key0 + n); },
-        [&](int n) { return k_row(p_.v, key0 + n); });
+        out, p, static_cast<int>(p_.head_dim_v) - column, lane_, [&](int r, int n) { return C::kScored || sees(r, key0 + n); },
+        [&](int n) { return k_row(p_.v, key0 + n) + column; });
   }
 
   // ------------------------------------------------------------------------------------------------------------------

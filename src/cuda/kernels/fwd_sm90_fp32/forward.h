@@ -22,7 +22,8 @@ struct ForwardParams {
   Divisor group;             // query heads for one KV head
   int32_t q_batch, k_batch;  // sequences of a plane: 1 where packed
   bool vector_out;           // out allows 16-byte stores
-  DataMask mask;             // of kernels for any mixture of terms
+  DataMask mask;             // this and what follows: of kernels for any mixture of terms
+  float tanh_scale;          // natural_tanh_scale()
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kForwardShapes.

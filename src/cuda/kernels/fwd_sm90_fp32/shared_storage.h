@@ -21,13 +21,14 @@ struct ForwardWork {
 };
 
 // A plane of rows lies in swizzle atoms of 64 columns. Planes of K and V pass through one pipeline, in the order in which
-// they are used.
+// they are used; above 128 columns, where Q fills the shared memory, atom by atom.
 template <int kD, int kKeys, int kStages>
 struct ForwardStorage {
-  static constexpr int kQPlaneBytes = kRows * kD * 2, kPlaneBytes = kKeys * kD * 2;
+  static constexpr bool kByAtoms = kD > 128;
+  static constexpr int kQPlaneBytes = kRows * kD * 2, kStageBytes = kKeys * (kByAtoms ? 64 : kD) * 2;
 
   char q[kPlanes][kQPlaneBytes];
-  char plane[kStages][kPlaneBytes];
+  char stage[kStages][kStageBytes];
   uint64_t q_full, full[kStages], empty[kStages];
   uint64_t first_s;  // the first warpgroup has computed its first S
   ForwardWork work;
