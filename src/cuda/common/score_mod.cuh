@@ -22,10 +22,7 @@
 // Dropout acts on P, behind the softmax: rng.cuh.
 #pragma once
 
-#include <cuda_bf16.h>
 #include <math_constants.h>
-
-#include <type_traits>
 
 #include "core/problem.h"
 #include "cuda/common/fragment.cuh"
@@ -57,7 +54,8 @@ struct Base2Math {
   }
 };
 
-// The same with a tanh of one instruction, whose relative error is up to 2^-11 (PTX manual). For bf16, where the unfused scores have one of 2^-9.
+// The same with a tanh of one instruction, whose relative error is up to 2^-11 (PTX manual). Forward and backward of Hopper's kernels that are bound by
+// the exponential unit have it; FlashAttention-2 to 4 do, too.
 struct FastTanhMath : Base2Math {
   __device__ __forceinline__ float scaled_tanh(float s, float cap) const {
     float y;
@@ -65,9 +63,6 @@ struct FastTanhMath : Base2Math {
     return cap * y;
   }
 };
-template <typename Element>
-using MathOf = std::conditional_t<std::is_same_v<Element, __nv_bfloat16>, FastTanhMath, Base2Math>;
-
 // For operands of fp32: natural logits, functions that are exact to fp32.
 struct NaturalMath {
   static constexpr float kLogit = 1.f;

@@ -94,7 +94,8 @@ class Fa4:
     which timing.side_by_side() hides. Tensors are (batch, seqlen, heads, head_dim), or (total, heads, head_dim) with `cu`."""
 
     name = "fa4"
-    options = ("", "softcap", cases.WINDOW, *cases.SPARSE)
+    gradient = None  # of score_mod
+    options = ("", "softcap", "alibi", cases.WINDOW, *cases.SPARSE)
 
     def __init__(self, case, q, k, v, cu=None, block_mask=None):
         from flash_attn.cute import interface
@@ -106,12 +107,38 @@ class Fa4:
             self.arguments = dict(window_size_left=cases.WINDOW_LEFT, window_size_right=0)
         if case.option == "softcap":
             self.arguments["softcap"] = cases.SOFTCAP
+        if case.option == "alibi":
+            self.arguments["score_mod"], self.gradient = self.alibi(q.shape[-2], case.causal)
         self.lists = self.lists_backward = {}
         if case.option in cases.SPARSE:
             visible, size = block_mask[0, 0] != 0, cases.SPARSE[case.option][1]
             self.lists, self.lists_backward = self.block_lists(visible, size), self.block_lists(visible.T.contiguous(), size)
         if cu is not None:
             self.arguments.update(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k)
+
+    @staticmethod
+    def alibi(heads, causal):
+        """score_mod of cases.alibi_slopes(heads), and its derivative."""
+        import cutlass
+        import cutlass.cute as cute
+        from cutlass._mlir.dialects import math as mlir_math
+
+        @cute.jit
+        def causal_score(s, b, h, i, j, seqlen_info, aux_tensors):
+            slope = cute.math.exp2((h + cute.full_like(h, 1)).to(cutlass.Float32) * cute.full_like(s, -8.0 / heads), fastmath=True)
+            return s - slope * (i - j).to(cutlass.Float32)
+
+        @cute.jit
+        def score(s, b, h, i, j, seqlen_info, aux_tensors):
+            slope = cute.math.exp2((h + cute.full_like(h, 1)).to(cutlass.Float32) * cute.full_like(s, -8.0 / heads), fastmath=True)
+            distance = i - j
+            return s - slope * cute.TensorSSA(mlir_math.absi(distance), distance.shape, distance.dtype).to(cutlass.Float32)
+
+        @cute.jit
+        def gradient(grad, s, b, h, i, j, seqlen_info, aux_tensors):
+            return grad
+
+        return causal_score if causal else score, gradient
 
     @staticmethod
     def block_lists(visible, size):
@@ -132,8 +159,9 @@ class Fa4:
         self.forward()
 
     def backward(self):
+        more = dict(score_mod_bwd=self.gradient) if self.gradient is not None else {}
         return self.interface._flash_attn_bwd(self.q, self.k, self.v, self.out, self.dout, self.lse, deterministic=self.deterministic,
-                                              **self.arguments, **self.lists_backward)[:3]
+                                              **self.arguments, **self.lists_backward, **more)[:3]
 
 
 class Flex:

@@ -199,7 +199,7 @@ struct BackwardCta {
     if constexpr (!C::kScored) {
       exponentiate_plain(s, problem.softmax_scale * kLog2e, [&](int j) { return row_stat(smem_lse, j); });
     } else {
-      with_score_mods<C::kScores>(problem, MathOf<Element>{params.raw}, [&](const auto &mods) {
+      with_score_mods<C::kScores>(problem, FastTanhMath{params.raw}, [&](const auto &mods) {
         exponentiate_scored(mods, p16, s, smem_lse, first_key, first_row, head);
       });
     }
@@ -291,7 +291,7 @@ struct BackwardCta {
   template <int kSteps>
   __device__ __forceinline__ void exponentiate_mixture(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8],
                                                        const float (&offset)[kSteps * 8]) const {
-    const MathOf<Element> math{params.raw};
+    const FastTanhMath math{params.raw};
     const auto exponentiate = [&](const auto &mods) {
 #pragma unroll
       for (int n = 0; n < kSteps * 8; n += 2) {
@@ -306,9 +306,9 @@ struct BackwardCta {
       }
     };
     if (has_transform(problem)) {
-      exponentiate(ScoreMods<kSoftcap, MathOf<Element>>{math, 0.f});
+      exponentiate(ScoreMods<kSoftcap, FastTanhMath>{math, 0.f});
     } else {
-      exponentiate(ScoreMods<kPlain, MathOf<Element>>{math, 0.f});
+      exponentiate(ScoreMods<kPlain, FastTanhMath>{math, 0.f});
     }
   }
   // Where P is dropped it becomes 0 in p16, and negative in s.

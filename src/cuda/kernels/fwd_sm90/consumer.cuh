@@ -547,7 +547,7 @@ class Consumer {
       for (int r = 0; r < 2; ++r)
         add_row_offsets<Fragment>(s_, r, ScoreMods<kAlibi>{math, 0.f}, head, at_.row(t, r) + diagonal);
     } else {
-      apply_score_mods<Fragment, kSoftcapAlibi, MathOf<Element>>(
+      apply_score_mods<Fragment, kSoftcapAlibi, FastTanhMath>(
           s_, p_, a_.raw, [&](int) { return head; }, [&](int r) { return at_.row(t, r) + diagonal; });
     }
   }

@@ -254,7 +254,7 @@ class Recompute {
     if constexpr (C::kHasScoreMod || C::kAlibiByWgmma) {
       HeadTerms head = t.head;
       if constexpr (C::kAlibiByWgmma) head = alibi_head(smem_, t, work_stage);
-      with_score_mods<kAll>(p_, MathOf<Element>{a_.raw}, [&](const auto &mods) {
+      with_score_mods<kAll>(p_, FastTanhMath{a_.raw}, [&](const auto &mods) {
         score = mods.forward(score, head, static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
       });
     }

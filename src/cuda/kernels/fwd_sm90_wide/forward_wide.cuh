@@ -338,7 +338,7 @@ class ForwardWide {
     const auto exponentiate = [&](float(&s)[32], int tile) {
       const int key0 = tile * 64;
       if constexpr (C::kScored) {
-        apply_score_mods<Fragment, C::kScores, MathOf<Element>>(
+        apply_score_mods<Fragment, C::kScores, FastTanhMath>(
             s, p_, a_.raw, [&](int r) { return head_terms(p_, a_.raw.logit, batch_, head_of(row_of(r))); },
             [&](int r) { return token_of(row_of(r)) + k_.len - q_.len - key0 - Fragment::first_key(lane_); });
       }
