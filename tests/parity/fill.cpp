@@ -367,7 +367,8 @@ class Filler {
         return (c_.alibi_log_scale > 0 ? 1 : 0.1) * size;  // a logarithm grows little over a row
       };
       if (c_.alibi == 1) data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(h), slope(0));
-      for (int64_t b = 0; c_.alibi == 2 && b < c_.batch; ++b) data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(b, h), slope(b));
+      for (int64_t b = 0; c_.alibi == 2 && b < c_.batch; ++b)
+        data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(b, h), slope(b));
     }
   }
 

@@ -34,7 +34,7 @@ TEST(CudaPlanHopper, ScoreTexts) {
     const BackwardProblem b = backward_of(p);
     return std::pair(kernel_name(p, forward_plan(p, device)), kernel_name(b, backward_plan(b, device)));
   };
-  EXPECT_EQ(names(scored(64)), std::pair(std::string("sm90_fwd_bf16_d64g"), std::string("sm90_bwd_bf16_d64g")));
+  EXPECT_EQ(names(scored(64)), std::pair(std::string("sm90_fwd_bf16_d64d"), std::string("sm90_bwd_bf16_d64g")));
   EXPECT_EQ(names(scored(128)), std::pair(std::string("sm90_fwd_bf16_d128g"), std::string("sm90_bwd_bf16_d128g")));
   EXPECT_EQ(names(scored(256)), std::pair(std::string("sm90_fwd_bf16_d256g"), std::string("sm80_bwd_bf16_d256m")));
   EXPECT_EQ(names(scored(512)), std::pair(std::string("simt_fwd_bf16_d512"), std::string("simt_bwd_bf16_d512")));
@@ -151,6 +151,26 @@ TEST(CudaPlanHopper, HopperKernels) {
     change(p);
     EXPECT_EQ(family(p), Family::sm90) << text;
   }
+}
+
+// ALiBi by wgmma, where no query sees keys ahead of it.
+TEST(CudaPlanHopper, CausalAlibi) {
+  const auto kernel = [](void (*change)(MaskedProblem &)) {
+    MaskedProblem p = problem(1000, 1000, 128);
+    p.alibi_slopes = &unreadable;
+    p.band.right = 0;
+    change(p);
+    return std::string(kernel_of(forward_plan(p, h200())).name);
+  };
+  EXPECT_EQ(kernel([](MaskedProblem &) {}), "d128l");
+  EXPECT_EQ(kernel([](MaskedProblem &p) { p.head_dim = p.head_dim_v = 64; }), "d64l");
+  EXPECT_EQ(kernel([](MaskedProblem &p) { p.band.left = 100; }), "d128l");
+  EXPECT_EQ(kernel([](MaskedProblem &p) { set_starts(p); }), "d128l");
+  EXPECT_EQ(kernel([](MaskedProblem &p) { p.band.right = 1; }), "d128g");
+  EXPECT_EQ(kernel([](MaskedProblem &p) { p.band.top_left = true; }), "d128g");
+  EXPECT_EQ(kernel([](MaskedProblem &p) { p.alibi_log_scale = 0.5f; }), "d128g");
+  EXPECT_EQ(kernel([](MaskedProblem &p) { p.softcap = 30; }), "d128g");
+  EXPECT_EQ(kernel([](MaskedProblem &p) { p.head_dim = p.head_dim_v = 192; }), "d256g");
 }
 
 // Mixtures of score terms up to head_dim 128, and biases that the kernels for a bias alone do not take.

@@ -41,6 +41,7 @@ std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> options() {
          p.dropout.threshold = 6554;
        }},
       {"alibi", [](MaskedProblem &p) { p.alibi_slopes = &unreadable; }},
+      {"causal alibi", [](MaskedProblem &p) { p.alibi_slopes = &unreadable, p.band.right = 0; }},
       {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }},
       {"block mask", [](MaskedProblem &p) { set_block_mask(p, 64); }},
       {"block mask of wide blocks", [](MaskedProblem &p) { set_block_mask(p, 128); }},

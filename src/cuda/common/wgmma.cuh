@@ -19,11 +19,11 @@ template <int kGroupBytes = 1024>
 __device__ __forceinline__ uint64_t descriptor_k_major(uint32_t address) {
   return descriptor_k_major_uniform<kGroupBytes>(uniform(address));
 }
-// Descriptor of a K-major tile without a swizzle, of core matrices of 8 rows by 16 bytes: 128 bytes from one to the next along K, kGroupBytes from
+// Descriptor of a K-major tile without a swizzle, of core matrices of 8 rows by 16 bytes: kStepBytes from one to the next along K, kGroupBytes from
 // eight rows to the next eight.
-template <int kGroupBytes>
+template <int kStepBytes, int kGroupBytes>
 __device__ __forceinline__ uint64_t descriptor_k_major_unswizzled(uint32_t address) {  // `address` is warp-uniform
-  return uint64_t{(address & 0x3FFFF) >> 4} | uint64_t{128 >> 4} << 16 | uint64_t{kGroupBytes >> 4} << 32;
+  return uint64_t{(address & 0x3FFFF) >> 4} | uint64_t{kStepBytes >> 4} << 16 | uint64_t{kGroupBytes >> 4} << 32;
 }
 // Descriptor of an MN-major tile whose swizzle atoms have kTileRows rows: rows are the K dimension. A K step of 16 rows advances
 // 2 kGroupBytes.

@@ -203,7 +203,7 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   const sm90::BackwardShape &shape = sm90::kBackwardShapes[row->shape];
   plan.family = Family::sm90;
   plan.shape = row->shape;
-  plan.reason = hopper_reason(shape.scores);
+  plan.reason = hopper_reason(shape.scores, b.forward.score_text.given);
   if (shape.design == sm90::Design::separate) return plan_separate_gradients(b, device, shape, plan, error);
   plan.cyclic = p.deterministic && shape.transposes_dq() && shows_all_pairs(b.forward) && p.k_lengths.max_len > kMostInChain;
   // In deterministic mode the CTAs that work on a head at the same time wait for one another in a chain: no more than eight of them.

@@ -207,7 +207,7 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
       : widens        ? "Hopper kernel (wgmma, TMA) for pages of wide heads; a kernel before it widens 8-bit K and V to 16 bits"
       : shape.paged()
           ? "Hopper kernel (wgmma, TMA) for pages or few queries of wide heads: the query heads of a group share each KV tile"
-          : hopper_reason(shape.scores);
+          : hopper_reason(shape.scores, p.score_text.given);
   return true;
 }
 

@@ -58,15 +58,16 @@ inline bool is_causal(const Problem &p) { return !Diagonal<int32_t>::Limits(p.ba
 // Why the reason of a plan is CUDA cores: what keeps tensor-core kernels `rows` from serving the problem.
 const char *why_cuda_cores(std::span<const KernelRow> rows, const Needs &needs, const Device &device);
 const char *tensor_core_reason(ScoreSet scores);
-constexpr const char *hopper_reason(ScoreSet scores) {
-  return takes_mixtures(scores) ? "Hopper kernel (wgmma, TMA) for mixtures of score terms"
-         : scores & kDropout    ? "Hopper kernel (wgmma, TMA) for dropout"
-         : scores & kDataMask   ? "Hopper kernel (wgmma, TMA) for masks as data"
-         : scores & kMaxLogit   ? "Hopper kernel (wgmma, TMA) for plain scores with max_logit"
-         : scores & kTileBias   ? "Hopper kernel (wgmma, TMA) for a bias"
-         : scores & kSoftcap    ? "Hopper kernel (wgmma, TMA) for softcap and ALiBi"
-         : scores & kAlibi      ? "Hopper kernel (wgmma, TMA) for ALiBi without keys ahead of a query"
-                                : "Hopper kernel (wgmma, TMA) for plain scores";
+constexpr const char *hopper_reason(ScoreSet scores, bool score_text) {
+  return score_text               ? "Hopper kernel (wgmma, TMA)"
+         : takes_mixtures(scores) ? "Hopper kernel (wgmma, TMA) for mixtures of score terms"
+         : scores & kDropout      ? "Hopper kernel (wgmma, TMA) for dropout"
+         : scores & kDataMask     ? "Hopper kernel (wgmma, TMA) for masks as data"
+         : scores & kMaxLogit     ? "Hopper kernel (wgmma, TMA) for plain scores with max_logit"
+         : scores & kTileBias     ? "Hopper kernel (wgmma, TMA) for a bias"
+         : scores & kSoftcap      ? "Hopper kernel (wgmma, TMA) for softcap and ALiBi"
+         : scores & kAlibi        ? "Hopper kernel (wgmma, TMA) for ALiBi without keys ahead of a query"
+                                  : "Hopper kernel (wgmma, TMA) for plain scores";
 }
 
 // Refuses grids with more CTAs than one launch holds.

@@ -124,18 +124,18 @@ class Fa4:
         from cutlass._mlir.dialects import math as mlir_math
 
         @cute.jit
-        def causal_score(s, b, h, i, j, seqlen_info, aux_tensors):
-            slope = cute.math.exp2((h + cute.full_like(h, 1)).to(cutlass.Float32) * cute.full_like(s, -8.0 / heads), fastmath=True)
-            return s - slope * (i - j).to(cutlass.Float32)
+        def causal_score(s, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
+            slope = cute.math.exp2((head_idx + cute.full_like(head_idx, 1)).to(cutlass.Float32) * cute.full_like(s, -8.0 / heads), fastmath=True)
+            return s - slope * (q_idx - kv_idx).to(cutlass.Float32)
 
         @cute.jit
-        def score(s, b, h, i, j, seqlen_info, aux_tensors):
-            slope = cute.math.exp2((h + cute.full_like(h, 1)).to(cutlass.Float32) * cute.full_like(s, -8.0 / heads), fastmath=True)
-            distance = i - j
+        def score(s, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
+            slope = cute.math.exp2((head_idx + cute.full_like(head_idx, 1)).to(cutlass.Float32) * cute.full_like(s, -8.0 / heads), fastmath=True)
+            distance = q_idx - kv_idx
             return s - slope * cute.TensorSSA(mlir_math.absi(distance), distance.shape, distance.dtype).to(cutlass.Float32)
 
         @cute.jit
-        def gradient(grad, s, b, h, i, j, seqlen_info, aux_tensors):
+        def gradient(grad, s, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
             return grad
 
         return causal_score if causal else score, gradient

@@ -93,7 +93,7 @@ std::vector<Case> cases() {
                                                                                        {384, 384},
                                                                                        {512, 512},
                                                                                        {576, 512}}) {
-      std::vector<Scores> kinds = {kPlain, kEverything, kUnordered,    kSmooth,    kBias,   kDropout,
+      std::vector<Scores> kinds = {kPlain, kEverything, kUnordered,    kSmooth,    kBias,       kDropout,
                                    kMasks, kBlocks,     kDropoutAlone, kBiasAlone, kAlibiAlone, kLargest};
       // A kernel runs the first problem that reaches it. CUDA-core kernels get plain scores in fp32, and everything in 16 bits.
       if (dtype != FA_FLOAT32) std::swap(kinds[0], kinds[1]);

@@ -26,18 +26,14 @@ __device__ __forceinline__ bool takes_alibi_by_wgmma(const ForwardParams &a, flo
   return slope >= 0.f && slope <= fminf(kMaxWgmmaSlope * a.raw.logit, kMaxRawWgmmaSlope);
 }
 
-// Writes what stays through the launch: the operand of keys, for each a row of 16 bytes of which three columns are used, and the zeros beside slopes.
+// Writes the operand of keys, for each a row of 16 bytes of which three columns are used, and the zeros behind it.
 template <class C>
-__device__ __forceinline__ void write_alibi_operands(const SharedMemory<C> &smem, int thread) {
-  static_assert(C::kKeys + 8 + C::kWorkStages * 8 <= 128 * C::kConsumerWarpgroups);
-  const int n = thread - (C::kKeys + 8);
-  if (n < 0) {
-    const auto key = static_cast<float>(thread % C::kKeys);
-    st_shared_16(smem.alibi_keys() + thread * 16, pack2<typename C::Element>(key, key), pack2<typename C::Element>(key, 0.f), 0,
-                 0);
-  } else if (n < C::kWorkStages * 8) {
-    st_shared_16(smem.alibi_slopes(n / 8) + 128 + n % 8 * 16, 0, 0, 0, 0);
-  }
+__device__ __forceinline__ void write_alibi_keys(const SharedMemory<C> &smem, int thread) {
+  static_assert(C::kKeys + 8 <= 128 * C::kConsumerWarpgroups);
+  if (thread >= C::kKeys + 8) return;
+  const float key = thread < C::kKeys ? static_cast<float>(thread) : 0.f;
+  st_shared_16(smem.alibi_keys() + thread * 16, pack2<typename C::Element>(key, key), pack2<typename C::Element>(key, 0.f), 0,
+               0);
   fence_proxy_async();
 }
 
@@ -48,8 +44,8 @@ __device__ __forceinline__ void describe_alibi(const SharedMemory<C> &smem, floa
   using Element = typename C::Element;
   const float high = rounded<Element>(slope), middle = rounded<Element>(slope - high);
   if (lane < 8) {
-    st_shared_16(smem.alibi_slopes(stage) + lane * 16, pack2<Element>(high, middle), pack2<Element>(slope - high - middle, 0.f), 0,
-                 0);
+    st_shared_16(smem.alibi_slopes(stage) + lane * 16, pack2<Element>(high, middle), pack2<Element>(slope - high - middle, 0.f),
+                 0, 0);
     fence_proxy_async();
   }
   if (lane == 0) smem.storage().alibi.head[stage] = {slope, slope * scale};

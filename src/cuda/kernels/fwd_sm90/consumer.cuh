@@ -490,9 +490,13 @@ class Consumer {
                                        advance_descriptor(k, d / 4 * C::kKeys * 128 + d % 4 * 32), d != 0);
     }
     if constexpr (C::kAlibiByWgmma) {
+      // One core matrix of slopes for all rows. Stage by stage it is 128 bytes nearer to the zeros.
+      constexpr int kZeros = offsetof(Storage, alibi.zeros) - offsetof(Storage, alibi.slopes);
       Wgmma<Element, C::kKeys>::ss_k_k(
-          s_, stage_descriptor(descriptor_k_major_unswizzled<0>(0), offsetof(Storage, alibi.slopes), work_.stage(), 256),
-          stage_descriptor(descriptor_k_major_unswizzled<128>(0), offsetof(Storage, alibi.keys), 0, 0), 1);
+          s_,
+          stage_descriptor(descriptor_k_major_unswizzled<kZeros, 0>(0), offsetof(Storage, alibi.slopes), work_.stage(),
+                           128 - (128 << 16)),
+          stage_descriptor(descriptor_k_major_unswizzled<128, 128>(0), offsetof(Storage, alibi.keys), 0, 0), 1);
     }
     wgmma_commit();
   }

@@ -157,7 +157,7 @@ struct SharedMemory {
   __device__ __forceinline__ int &bias_batch(int n) const { return storage().bias.batch[n]; }
   // With ALiBi by wgmma: the operand of keys, and that of the slope of the work tile in stage n.
   __device__ __forceinline__ uint32_t alibi_keys() const { return base + offsetof(Storage, alibi.keys); }
-  __device__ __forceinline__ uint32_t alibi_slopes(int n) const { return base + offsetof(Storage, alibi.slopes) + n * 256; }
+  __device__ __forceinline__ uint32_t alibi_slopes(int n) const { return base + offsetof(Storage, alibi.slopes) + n * 128; }
   // With a score text: the sequence of the work tile in stage n.
   __device__ __forceinline__ int &text_batch(int n) const { return storage().score_text.batch[n]; }
   // For FA_FLAG_SAME_BITS: the KV tiles that a warpgroup sees of the work tile in stage n; and M and L of a row of the CTA.

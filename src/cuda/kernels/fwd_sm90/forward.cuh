@@ -51,7 +51,7 @@ __device__ __forceinline__ void run_forward(const ForwardParams &params, const S
       has_work = scheduler.first();
     }
   } else if constexpr (C::kAlibiByWgmma) {
-    write_alibi_operands(smem, static_cast<int>(threadIdx.x) - 128);
+    write_alibi_keys(smem, static_cast<int>(threadIdx.x) - 128);
   }
   __syncthreads();
   if (threadIdx.x < 128) {

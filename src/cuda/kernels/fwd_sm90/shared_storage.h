@@ -99,15 +99,15 @@ struct ForwardMixtureBias {
   uint64_t full[2][kConsumerWarpgroups], empty[2][kConsumerWarpgroups];
 };
 
-// With ALiBi by wgmma (alibi.cuh): the operands of its K step as core matrices, [8 rows][16 bytes]. Of keys all rows, and a core matrix that only meets
-// zeros. Of the slope of the work tile in each stage one for all rows, and one of zeros.
+// With ALiBi by wgmma (alibi.cuh): the operands of its K step as core matrices, [8 rows][16 bytes]: of the slope of the work tile in each stage one for all
+// rows, of keys all rows. The second core matrix of a row is zero, or only meets zeros.
 template <int kWorkStages, int kKeys>
 struct ForwardAlibi {
   struct Head {
     float slope, exponent;  // in the unit of q k^T, and as an exponent of two
   };
-  alignas(128) char keys[(kKeys + 8) * 16];
-  char slopes[kWorkStages][256];
+  alignas(128) char slopes[kWorkStages][128];
+  char keys[kKeys * 16], zeros[128];
   Head head[kWorkStages];
 };
 struct NoForwardAlibi {};

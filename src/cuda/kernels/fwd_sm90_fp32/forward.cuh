@@ -353,6 +353,8 @@ class Forward {
   // The bias of 128 keys, or out of more than 128 columns, leaves no registers.
   static constexpr bool kLoadsBiasEarly = C::kKeys == 64 && !kByAtoms;
   static constexpr int kTermsAtOnce = C::kD == 64 ? 32 : 8;
+  // With heads of 64 columns S is done before the bits are.
+  static constexpr bool kDrawsEarly = C::kD > 64;
   struct TileTerms {
     float bias[C::kKeys / 2];
     uint32_t hidden[kCells], dropped[kCells];  // pair_bit(), and a bit for each element
@@ -372,7 +374,7 @@ class Forward {
     if (a_.mask.given())
       hidden_by_data(a_.mask, p_, scored_head(), work_.row0 + wg_ * 64, work_.row0 + consumer_warp() * 16, key0, lane_,
                      terms.hidden);
-    if (p_.dropout.threshold > 0) {
+    if (kDrawsEarly && p_.dropout.threshold > 0) {
 #pragma unroll
       for (int cell = 0; cell < kCells; ++cell) terms.dropped[cell] = scores_of(key0, cell).draw_dropped();
     }
@@ -432,7 +434,8 @@ class Forward {
     softmax.template exponentiate</*kMasked=*/true>(s, scale, tile_sum);
     if (p_.dropout.threshold > 0) {
 #pragma unroll
-      for (int cell = 0; cell < kCells; ++cell) drop(s + 32 * cell, terms.dropped[cell]);
+      for (int cell = 0; cell < kCells; ++cell)
+        drop(s + 32 * cell, kDrawsEarly ? terms.dropped[cell] : scores_of(key0, cell).draw_dropped());
     }
   }
 
