@@ -137,7 +137,7 @@ def largest_difference(case, contenders):
     """Relative difference between our results and those of the first opponent; None without one that does the same."""
     if case.option == "dropout":  # of other elements
         return None
-    reference = next((kept[0] for name, kept in contenders.items() if name in ("fa2", "cudnn", "efficient")), None)
+    reference = next((kept[0] for name, kept in contenders.items() if name in ("fa2", "cudnn", "efficient", "fa4", "flex")), None)
     if reference is None:
         return None
     ours = contenders["ours"][0]

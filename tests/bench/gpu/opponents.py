@@ -75,7 +75,7 @@ class Efficient(Cudnn):
     """PyTorch's memory-efficient attention, for a bias and for wide heads."""
 
     name = "efficient"
-    options = ("bias",)
+    options = ("bias",)  # and none
 
     def forward(self):
         self.saved = aten._scaled_dot_product_efficient_attention(self.q, self.k, self.v, self.bias, True, 0.0, self.causal)
@@ -313,7 +313,7 @@ def opponents(case, q, k, v, cu, bias=None, block_mask=None):
         makers += fa4
         makers += [lambda: Flex(plain, q, k, v, block_mask)] if plain.option in Flex.options else []
         if case.section in ("wide", cases.FP32):  # the others have no kernels for it
-            makers = [lambda: Efficient(plain, q, k, v)]
+            makers = [lambda: Efficient(plain, q, k, v, bias)] if plain.option in ("", *Efficient.options) else []
     able = []
     for make in makers:
         try:
