@@ -51,6 +51,8 @@ struct ForwardConfig {
   static constexpr int kMmaK = 32 / sizeof(Element);  // the K extent of one wgmma
   using Storage = ForwardStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8, kScores, kSameBits>;
   static constexpr int kWorkStages = Storage::kWorkStages;
+  // Lanes of the scheduler warp that write to the description of a work tile. Each arrives for itself.
+  static constexpr int kDescribingLanes = kAlibiByWgmma ? 8 : kConsumerWarpgroups;
   static constexpr int kAtomColumns = Storage::kAtomColumns, kAtoms = Storage::kAtoms, kVAtoms = Storage::kVAtoms;
   static constexpr int kQWarpgroupBytes = Storage::kQWarpgroupBytes, kQBytes = kConsumerWarpgroups * kQWarpgroupBytes;
   static constexpr int kKBytes = Storage::kKBytes, kVBytes = Storage::kVBytes;
@@ -189,7 +191,7 @@ struct SharedMemory {
       mbarrier_init(v_empty(n), kWarps);
     }
     for (int n = 0; n < C::kWorkStages; ++n) {
-      mbarrier_init(work_full(n), 1);
+      mbarrier_init(work_full(n), C::kDescribingLanes);
       // Consumer warps, and the warps that load.
       mbarrier_init(work_empty(n), kWarps + 1 + C::kQProducerWarps + C::kBiasProducerWarps);
     }

@@ -220,7 +220,7 @@ class Scheduler {
       if (kFindsPackedTiles || has_work) {
         __syncwarp();
         if (C::kQStages == 1) prefetch_q(smem_.work_tile(work.stage()));
-        mbarrier_arrive_if(lane_ == 0, smem_.work_full(work.stage()));
+        mbarrier_arrive_if(lane_ < C::kDescribingLanes, smem_.work_full(work.stage()));
         work.advance();
         mbarrier_wait(smem_.work_request(), request_phase);
         request_phase ^= 1;
@@ -238,12 +238,12 @@ class Scheduler {
       WorkTile &end = smem_.work_tile(work.stage());
       end.kv_tiles = -1;
       for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) end.begin[wg] = 0;
-      mbarrier_arrive(smem_.work_full(work.stage()));
-      // The last CTA to finish resets both counters for the next launch.
-      if (a_.counters != nullptr && atomicAdd(a_.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
-        a_.counters[0] = 0;
-        a_.counters[1] = 0;
-      }
+    }
+    mbarrier_arrive_if(lane_ < C::kDescribingLanes, smem_.work_full(work.stage()));
+    // The last CTA to finish resets both counters for the next launch.
+    if (lane_ == 0 && a_.counters != nullptr && atomicAdd(a_.counters + 1, 1) == static_cast<int>(gridDim.x) - 1) {
+      a_.counters[0] = 0;
+      a_.counters[1] = 0;
     }
   }
 
