@@ -353,9 +353,9 @@ TEST_P(Fields, Alibi) {
 // Causal, as kernels of their own have it: heads whose slope is small, large, negative or 0, and keys that hide NaN.
 TEST_P(Fields, AlibiOfCausalRows) {
   for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
-    for (const int64_t head_dim : {64, 128, 40}) {
+    for (const int64_t head_dim : {64, 128}) {
       for (const int64_t turn : {0, 1, 2, 3}) {
-        Case c = grouped_case("alibi of causal rows", dtype, turn == 3 ? 700 : 333, turn == 0 ? 333 : 500);
+        Case c = grouped_case("alibi of causal rows", dtype, turn == 3 ? 300 : 200, turn == 0 ? 200 : 300);
         c.heads_q = 6;
         c.head_dim = c.head_dim_v = head_dim;
         c.mask = FA_MASK_CAUSAL;
@@ -363,13 +363,13 @@ TEST_P(Fields, AlibiOfCausalRows) {
         c.alibi_any = 1;
         c.nan_keys = turn % 2;
         c.sink = turn == 1;
-        if (turn == 1) c.window_left = 200;
+        if (turn == 1) c.window_left = 150;
         if (turn == 2) {
           c.q.packed = c.k.packed = 1;
-          c.q.slots = {200, 333};
-          c.k.slots = {500, 340};
+          c.q.slots = {100, 200};
+          c.k.slots = {300, 210};
         }
-        if (turn == 3) c.starts = {130, 3};
+        if (turn == 3) c.starts = {70, 3};
         EXPECT_TRUE(check(backend(), c));
       }
     }
