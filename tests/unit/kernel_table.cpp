@@ -48,6 +48,7 @@ struct Scores {
 const Scores kScores[] = {
     {"plain", [](MaskedProblem &) {}},
     {"softcap, ALiBi", [](MaskedProblem &p) { p.softcap = 30; }},
+    {"causal ALiBi", [](MaskedProblem &p) { p.alibi_slopes = &unreadable, p.band.right = 0; }},
     {"block mask", [](MaskedProblem &p) { set_block_mask(p, 64); }},
     {"bias", [](MaskedProblem &p) { set_bias(p); }},
     {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }},
