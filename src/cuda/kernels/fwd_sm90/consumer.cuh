@@ -492,6 +492,7 @@ class Consumer {
     if constexpr (C::kAlibiByWgmma) {
       // One core matrix of slopes for all rows. Stage by stage it is 128 bytes nearer to the zeros.
       constexpr int kZeros = offsetof(Storage, alibi.zeros) - offsetof(Storage, alibi.slopes);
+      static_assert(offsetof(Storage, alibi.keys) + C::kKeys * 32 <= sizeof(Storage));  // for compute-sanitizer
       Wgmma<Element, C::kKeys>::ss_k_k(
           s_,
           stage_descriptor(descriptor_k_major_unswizzled<kZeros, 0>(0), offsetof(Storage, alibi.slopes), work_.stage(),

@@ -110,7 +110,8 @@ struct ForwardAlibi {
     float slope, exponent;  // in the unit of q k^T, and as an exponent of two
   };
   alignas(128) char slopes[kWorkStages][128];
-  char keys[kKeys * 16], zeros[128];
+  // compute-sanitizer takes an operand for contiguous memory, 32 bytes a key: this much of it must lie in shared memory.
+  char keys[kKeys * 16], zeros[kKeys * 16 - 704];
   Head head[kWorkStages];
 };
 struct NoForwardAlibi {};
@@ -159,6 +160,7 @@ struct ForwardStorage {
   char k[kStages][kKBytes];
   char v[kStages][kVBytes];
   Staging<kConsumerWarpgroups * kOutWarpgroupBytes> out;
+  std::conditional_t<has_alibi_by_wgmma(kScores), ForwardAlibi<kWorkStages, kKeys>, NoForwardAlibi> alibi;
   // Each warpgroup has barriers of its own for its 64 rows of Q, so no warpgroup waits for the last S of another.
   uint64_t q_full[kQStages][kConsumerWarpgroups], q_empty[kQStages][kConsumerWarpgroups];
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
@@ -174,7 +176,6 @@ struct ForwardStorage {
                      std::conditional_t<stages_bias(kScores), ForwardBias<kConsumerWarpgroups, kWorkStages, kKeys, kBiasStages>,
                                         NoForwardBias>>
       bias;
-  std::conditional_t<has_alibi_by_wgmma(kScores), ForwardAlibi<kWorkStages, kKeys>, NoForwardAlibi> alibi;
   std::conditional_t<(kScores & kScoreText) != 0, ForwardScoreText<kWorkStages>, NoForwardScoreText> score_text;
   std::conditional_t<kSameBits, ForwardSegments<kConsumerWarpgroups, kWorkStages>, NoForwardSegments> segments;
 };
