@@ -11,17 +11,10 @@
 namespace parity {
 namespace {
 
-// Builds with FA_ONLY lack kernels that the forward of these problems needs.
-#if defined(FA_TEST_ONLY)
-constexpr LeftOut kLeftOut = LeftOut::allowed;
-#else
-constexpr LeftOut kLeftOut = LeftOut::fails;
-#endif
-
 ::testing::AssertionResult check_jvp(Backend &backend, const Case &c, int64_t given = kEveryTangent, bool with_tlse = true) {
   const auto problem = jvp_data_with_expected(backend, c, given);
   return verify_jvp(backend, *problem, given, with_tlse,
-                    execute_jvp(backend, backend.context(), problem->data, problem->tangents, given, with_tlse, kLeftOut));
+                    execute_jvp(backend, backend.context(), problem->data, problem->tangents, given, with_tlse));
 }
 
 Case base(const char *name, int64_t dtype = FA_FLOAT32) {

@@ -11,12 +11,6 @@
 namespace parity {
 namespace {
 
-#if defined(FA_TEST_ONLY)
-constexpr LeftOut kLeftOut = LeftOut::allowed;
-#else
-constexpr LeftOut kLeftOut = LeftOut::fails;
-#endif
-
 // One term of a mixture, of several forms.
 enum class Term { softcap, alibi, bias, dropout, mask, max_logit };
 constexpr int kNumTerms = 6;
@@ -112,7 +106,7 @@ class Mixtures : public EveryBackend {
  protected:
   void expect_right(const Case &c) {
     const auto data = cached_data(c);
-    const Execution e = execute(backend(), backend().context(), *data, kLeftOut);
+    const Execution e = execute(backend(), *data);
     EXPECT_TRUE(verify(backend(), *data, e));
     for (const std::string &kernel : e.kernels) ++served_[kernel];
   }

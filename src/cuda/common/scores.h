@@ -20,7 +20,7 @@ constexpr ScoreSet kSoftcap = 1, kAlibi = 2, kBlockMask = 4, kDropout = 8;
 constexpr ScoreSet kTileBias = 16, kAnyBias = 32;
 // The logarithmic formula of ALiBi, beside kAlibi: a second copy of a kernel's loops over scores, which some have no room for.
 constexpr ScoreSet kLogAlibi = 64;
-// ALiBi where a query may see keys behind its place on the diagonal: there scores fall to the right, too. Part of every set with kAlibi but that of
+// ALiBi where a query may see keys ahead of its place on the diagonal: there scores fall to the right, too. Part of every set with kAlibi but that of
 // kernels that leave ALiBi to wgmma.
 constexpr ScoreSet kAlibiAhead = 4096;
 // kBlockMask: a block mask alone, with blocks of multiples of 64, which kernels may read as it is. kDataMask: any other mask as data; kernels read

@@ -58,13 +58,6 @@ std::string without(const std::string &suffix, std::string name) {
   return name;
 }
 
-// Builds with FA_ONLY lack kernels that the problems below need.
-#if defined(FA_TEST_ONLY)
-constexpr LeftOut kLeftOut = LeftOut::allowed;
-#else
-constexpr LeftOut kLeftOut = LeftOut::fails;
-#endif
-
 // What selects a kernel: dtype, head dims and scores. bf16 problems are packed, and fp16 ones also run on pages.
 enum Scores {
   kPlain,
@@ -613,7 +606,7 @@ std::set<std::string> run(const std::vector<Data> &problems, const ClaimedDevice
         if (built(n)) new_here.insert(without("_split", best[n]));
       }
       if (only != nullptr && only != &device) continue;
-      const Execution e = execute(backend, context.get(), data, kLeftOut);
+      const Execution e = execute(backend, context.get(), data);
       for (int n = 0; n < 2; ++n) EXPECT_EQ(e.left_out[n], kernels[n].empty() && !best[n].empty()) << "query and run disagree";
       EXPECT_TRUE(e.ok()) << e.error << ": " << describe(data.problem);
       EXPECT_EQ(e.damage, "") << describe(data.problem);
@@ -639,7 +632,7 @@ std::set<std::string> run_jvp(const ClaimedDevice *only, bool expected, const in
       if (dtype != nullptr && c.dtype != *dtype) continue;
       const auto problem =
           expected ? jvp_data_with_expected(backend, c, given) : std::make_shared<const JvpData>(make_jvp_data(c));
-      const JvpExecution e = execute_jvp(backend, context.get(), problem->data, problem->tangents, given, true, kLeftOut);
+      const JvpExecution e = execute_jvp(backend, context.get(), problem->data, problem->tangents, given);
       EXPECT_TRUE(e.ok()) << e.error << ": " << describe(c);
       EXPECT_EQ(e.damage, "") << describe(c);
       if (expected) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // ALiBi by wgmma: one more K step of S = Q K^T in place of arithmetic for each score.
 //
-// No query sees keys behind its place i on the diagonal (kAlibi without kAlibiAhead), so its score of key j falls by slope (i - j). With key0 the first
+// No query sees keys ahead of its place i on the diagonal (kAlibi without kAlibiAhead), so its score of key j falls by slope (i - j). With key0 the first
 // key of the KV tile:
 //
 //   - slope (i - j) = slope (j - key0)        grows along the keys and is the same for all queries: wgmma adds it to S
