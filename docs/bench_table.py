@@ -77,7 +77,7 @@ def gpu_table(data):
              "|---" * (1 + len(seqlens)) + "|"]
     lines += [f"| {name} | " + " | ".join(gpu_cell(rows.get(n), names) for n in seqlens) + " |" for name, rows in cases.items()]
     note = (f"{data.get('measured', '')} libflashattn {data['library']} on one {data['device']}, bf16, batch x rows = 16384, heads x head_dim = 2048, beside "
-            f"{others(data, names)} in the same process.")
+            f"{others(data, names)}, each row in one process.")
     return note.strip(), lines
 
 
@@ -132,8 +132,8 @@ def headline(gpu):
         return [f"{mean([over(row['tflops'], name) for row in grid if row['direction'] == direction]):.2f}" for name in names]
 
     forward = [f"{ratio} times as fast as {LIBRARIES[name]}" for ratio, name in zip(times("forward"), names)]
-    return (f"**On one {gpu['device']} the forward pass is {', '.join(forward[:-1])} and {forward[-1]}** "
-            f"(geometric means over {sum(row['direction'] == 'forward' for row in grid)} shapes in bf16, one process). "
+    return (f"**On one {gpu['device']} the forward pass is {', '.join(forward[:-1])} and {forward[-1]}**\n"
+            f"(geometric means over {sum(row['direction'] == 'forward' for row in grid)} shapes in bf16, each measured in one process). "
             f"For the backward pass these are {', '.join(times('backward')[:-1])} and {times('backward')[-1]}.")
 
 
@@ -155,9 +155,10 @@ def speed_table(peers, gpu, cpu):
         lines.append(f"| {direction}, head_dim {head_dim} | {', '.join(speeds)} | {' | '.join(cells)} |")
     rows = [row for row in cpu["rows"] if row["pass"] in ("forward", "backward")]
     fractions = [100 * row["fraction"] for row in rows]
-    note = (f"One {gpu['device']}, libflashattn beside {others(gpu, names)} in one process. Ratios above 1 mean that libflashattn is faster; each is a geometric mean "
-            "over sequences of 512 to 16384 rows, full and causal, with the smallest and the largest in brackets. "
-            f"(1) In another process, on one {peers['device']}, with the library of {peers['measured']}. "
+    note = (f"One {gpu['device']}, libflashattn beside {others(gpu, names)}, each row in one process.\n"
+            "Ratios above 1 mean that libflashattn is faster; each is a geometric mean "
+            "over sequences of 512 to 16384 rows, full and causal, with the smallest and the largest in brackets.\n"
+            f"(1) In another process, on one {peers['device']}, with the library of {peers['measured']}.\n"
             f"On a CPU ({cpu['machine'].split(';')[0]}) its forward and backward run at {min(fractions):.0f} to {max(fractions):.0f} % of the "
             f"fp32 multiply-add peak ({cpu['probe_isa']}). [docs/measured.md](docs/measured.md) has every row, "
             "[docs/performance.md](docs/performance.md) the method, and where others are faster.")

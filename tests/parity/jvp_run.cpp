@@ -104,7 +104,7 @@ reference::Tangents tangents_of(const Data &tangents, int64_t b, int64_t given) 
 }
 
 JvpExecution execute_jvp(Backend &backend, fa_context context, const Data &data, const Data &tangents, int64_t given,
-                         bool with_tlse, LeftOut left_out) {
+                         bool with_tlse) {
   JvpExecution e;
   with_structs(backend, data, [&](const fa_attention &attention, const fa_gradients &) {
     const OnDevice tq(backend, tangents.tensors[kQ]), tk(backend, tangents.tensors[kK]), tv(backend, tangents.tensors[kV]),
@@ -118,7 +118,7 @@ JvpExecution execute_jvp(Backend &backend, fa_context context, const Data &data,
     if (with_tlse) jvp.tlse = tlse.view();
     if (is_cuda(backend)) e.refusal = cuda_refusal(attention, jvp);
     e.forward = fa_forward(context, &attention, nullptr, 0, backend.stream());
-    if (e.forward == FA_ERROR_NOT_BUILT && left_out == LeftOut::allowed) {
+    if (e.forward == FA_ERROR_NOT_BUILT && kMayLeaveOut) {
       e.left_out[0] = true;
       e.forward = forward_on_cpu(backend, data, attention);
     }
@@ -129,7 +129,7 @@ JvpExecution execute_jvp(Backend &backend, fa_context context, const Data &data,
           [&](void *workspace, size_t bytes) {
             return fa_forward_jvp(context, &attention, &jvp, workspace, bytes, backend.stream());
           });
-      if (e.backward == FA_ERROR_NOT_BUILT && left_out == LeftOut::allowed) {
+      if (e.backward == FA_ERROR_NOT_BUILT && kMayLeaveOut) {
         e.left_out[1] = true;
         e.backward = FA_OK;
       }

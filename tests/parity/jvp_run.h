@@ -45,7 +45,7 @@ struct JvpExecution : Execution {
 bool is_cuda(const Backend &backend);
 // fa_forward, then fa_forward_jvp; tout and tlse are outputs[kOut] and outputs[kLse].
 JvpExecution execute_jvp(Backend &backend, fa_context context, const Data &data, const Data &tangents, int64_t given,
-                         bool with_tlse = true, LeftOut left_out = kLeftOut);
+                         bool with_tlse = true);
 
 // A case and its tangents; with what a backend must write, from a cache, so that backends share a reference.
 struct JvpData {

@@ -171,7 +171,7 @@ fa_status query_and_call(Backend &backend, const Data &data, Execution &e, const
 
 Execution execute(Backend &backend, const Data &data) { return execute(backend, backend.context(), data); }
 
-Execution execute(Backend &backend, fa_context context, const Data &data, LeftOut left_out) {
+Execution execute(Backend &backend, fa_context context, const Data &data) {
   Execution e;
   Upload device(backend, data);
   const fa_attention *attention = &device.attention;
@@ -186,7 +186,7 @@ Execution execute(Backend &backend, fa_context context, const Data &data, LeftOu
       [&](fa_plan_info *info) { return fa_forward_query(context, attention, info); },
       [&](void *workspace, size_t bytes) { return fa_forward(context, attention, workspace, bytes, backend.stream()); });
   if (e.forward != FA_OK) e.error = error_text(context, e.forward);
-  if (e.forward == FA_ERROR_NOT_BUILT && left_out == LeftOut::allowed) {
+  if (e.forward == FA_ERROR_NOT_BUILT && kMayLeaveOut) {
     e.left_out[0] = true;
     e.forward = device.forward_on_cpu();
   }
@@ -198,7 +198,7 @@ Execution execute(Backend &backend, fa_context context, const Data &data, LeftOu
           return fa_backward(context, attention, gradients, workspace, bytes, backend.stream());
         });
     if (e.backward != FA_OK) e.error = error_text(context, e.backward);
-    if (e.backward == FA_ERROR_NOT_BUILT && left_out == LeftOut::allowed) {
+    if (e.backward == FA_ERROR_NOT_BUILT && kMayLeaveOut) {
       e.left_out[1] = true;
       e.backward = FA_OK;
     }

@@ -21,24 +21,23 @@ struct Execution {
   std::string kernels[2];                     // of forward and backward, as their queries name them
   std::string damage;                         // memory changed that no call may change; "" = none
   std::array<HostTensor, kNumRoles> outputs;  // as they are in device memory after the calls
-  bool left_out[2] = {false, false};          // forward, backward: this build has no such kernel (see LeftOut)
+  bool left_out[2] = {false, false};          // forward, backward: this build has no such kernel (see kMayLeaveOut)
 
   bool ok() const { return forward == FA_OK && backward == FA_OK; }
 };
 
-// What FA_ERROR_NOT_BUILT means: a failure, or, in a build of a few kernels, that forward runs on the CPU instead, so that backward has
-// its `out` and `lse`, and that backward does not run and verify() does not look at its outputs.
-enum class LeftOut { fails, allowed };
+// Whether FA_ERROR_NOT_BUILT is no failure: in a build of a few kernels (FA_ONLY) forward runs on the CPU instead, so that backward has its `out`
+// and `lse`, and backward does not run and verify() does not look at its outputs.
 #if defined(FA_TEST_ONLY)
-constexpr LeftOut kLeftOut = LeftOut::allowed;
+constexpr bool kMayLeaveOut = true;
 #else
-constexpr LeftOut kLeftOut = LeftOut::fails;
+constexpr bool kMayLeaveOut = false;
 #endif
 // Uploads everything, outputs and workspace poisoned, calls fa_forward and, where the case has one, fa_backward, and downloads.
 // Inputs and the surroundings of the workspace are checked for damage.
 Execution execute(Backend &backend, const Data &data);
 // The same in another context of the same device.
-Execution execute(Backend &backend, fa_context context, const Data &data, LeftOut left_out = kLeftOut);
+Execution execute(Backend &backend, fa_context context, const Data &data);
 // A query, then the call with the workspace that it asks for: the library's own or the caller's, poisoned and guarded, as the case says. Notes
 // the kernel, and damage in `e`.
 fa_status query_and_call(Backend &backend, const Data &data, Execution &e, const char *name, std::string &kernel,

@@ -54,8 +54,7 @@ struct Base2Math {
   }
 };
 
-// The same with a tanh of one instruction, whose relative error is up to 2^-11 (PTX manual). Forward and backward of Hopper's kernels that are bound by
-// the exponential unit have it; FlashAttention-2 to 4 do, too.
+// The same with a tanh of one instruction, whose relative error is up to 2^-11 (PTX manual). FlashAttention-2 to 4 have it, too.
 struct FastTanhMath : Base2Math {
   __device__ __forceinline__ float scaled_tanh(float s, float cap) const {
     float y;
@@ -63,6 +62,7 @@ struct FastTanhMath : Base2Math {
     return cap * y;
   }
 };
+
 // For operands of fp32: natural logits, functions that are exact to fp32.
 struct NaturalMath {
   static constexpr float kLogit = 1.f;

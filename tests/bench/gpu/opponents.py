@@ -108,7 +108,9 @@ class Fa4:
         if case.option == "softcap":
             self.arguments["softcap"] = cases.SOFTCAP
         if case.option == "alibi":
-            self.arguments["score_mod"], self.gradient = self.alibi(q.shape[-2], case.causal)
+            if not case.causal:
+                raise RuntimeError("ALiBi without a causal mask is not written for it")
+            self.arguments["score_mod"], self.gradient = self.alibi(q.shape[-2])
         self.lists = self.lists_backward = {}
         if case.option in cases.SPARSE:
             visible, size = block_mask[0, 0] != 0, cases.SPARSE[case.option][1]
@@ -117,28 +119,21 @@ class Fa4:
             self.arguments.update(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k)
 
     @staticmethod
-    def alibi(heads, causal):
-        """score_mod of cases.alibi_slopes(heads), and its derivative."""
+    def alibi(heads):
+        """score_mod of cases.alibi_slopes(heads) under a causal mask, and its derivative."""
         import cutlass
         import cutlass.cute as cute
-        from cutlass._mlir.dialects import math as mlir_math
-
-        @cute.jit
-        def causal_score(s, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
-            slope = cute.math.exp2((head_idx + cute.full_like(head_idx, 1)).to(cutlass.Float32) * cute.full_like(s, -8.0 / heads), fastmath=True)
-            return s - slope * (q_idx - kv_idx).to(cutlass.Float32)
 
         @cute.jit
         def score(s, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
             slope = cute.math.exp2((head_idx + cute.full_like(head_idx, 1)).to(cutlass.Float32) * cute.full_like(s, -8.0 / heads), fastmath=True)
-            distance = q_idx - kv_idx
-            return s - slope * cute.TensorSSA(mlir_math.absi(distance), distance.shape, distance.dtype).to(cutlass.Float32)
+            return s - slope * (q_idx - kv_idx).to(cutlass.Float32)
 
         @cute.jit
         def gradient(grad, s, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
             return grad
 
-        return causal_score if causal else score, gradient
+        return score, gradient
 
     @staticmethod
     def block_lists(visible, size):
