@@ -91,7 +91,6 @@ TEST(CudaPlanHopper, HopperKernels) {
   const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
       {"bias of which the heads are in descending order", [](MaskedProblem &p) { set_bias(p), p.bias.head_stride = -8; }},
       {"bias of fp32, head_dim 136", [](MaskedProblem &p) { p.head_dim = 136, set_bias(p), p.bias.dtype = Dtype::f32; }},
-      {"dropout, head_dim 256", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256, p.dropout.threshold = 6554; }},
       {"dropout and softcap, head_dim 136",
        [](MaskedProblem &p) { p.head_dim = 136, p.softcap = 30, p.dropout.threshold = 6554; }},
       {"rows that do not start on 16 bytes", [](MaskedProblem &p) { p.k.seq_stride = 129; }},
@@ -133,6 +132,7 @@ TEST(CudaPlanHopper, HopperKernels) {
       {"slices", [](MaskedProblem &p) { set_slices(p); }},
       {"block lists", [](MaskedProblem &p) { set_block_lists(p); }},
       {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }},
+      {"dropout, head_dim 256", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256, p.dropout.threshold = 6554; }},
       {"bias", [](MaskedProblem &p) { set_bias(p); }},
       {"bias, head_dim 256", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256, set_bias(p); }},
       {"bias, broadcast",

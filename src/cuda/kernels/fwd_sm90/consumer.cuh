@@ -114,7 +114,7 @@ class Consumer {
         }
         if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
         if constexpr (C::kHasMaxLogit) head_max_.begin();
-        if constexpr (C::kHasDropout && !C::kMixtures) dropout_.begin(t, smem_.dropout_head(work_.stage()));
+        if constexpr (C::kHasDropout && !C::kDropoutKeyInSmem) dropout_.begin(t, smem_.dropout_head(work_.stage()));
         for (int n = 0; n < begin; ++n) skip_k();
       }
       int i = begin;
@@ -361,7 +361,7 @@ class Consumer {
     issue_qk();
     draw_dropout(t, i);  // before issue_pv(), which holds the warp
     if (kEarlyK) mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
-    if (kEarlyK || C::kMixtures) wgmma_fence();
+    if (kEarlyK || C::kDropoutKeyInSmem) wgmma_fence();
     issue_pv(first_pv);
     wgmma_wait<1>();
     fence_operand(s_);
@@ -529,7 +529,7 @@ class Consumer {
 
   // Dropout bits of the KV tile of iteration i, which has not left its stage of K.
   __device__ __forceinline__ void draw_dropout(const WorkTile &t, int i) {
-    if constexpr (C::kMixtures) {
+    if constexpr (C::kDropoutKeyInSmem) {
       if (dropout_.drops()) dropout_.draw(t, smem_.dropout_tile(work_.stage()), first_key(t, i, /*released=*/false));
     } else if constexpr (C::kHasDropout) {
       dropout_.draw(first_key(t, i, /*released=*/false));

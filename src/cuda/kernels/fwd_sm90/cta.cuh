@@ -34,6 +34,7 @@ struct ForwardConfig {
   static constexpr bool kHasBias = stages_bias(kScores);
   // Every mixture of terms: which of them a problem has is known at run time.
   static constexpr bool kMixtures = takes_mixtures(kScores);
+  static constexpr bool kDropoutKeyInSmem = has_dropout_key_in_smem(kScores, kDv);
   static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
   static constexpr bool kMasksByScore =
       kHasBias || kMixtures || kHasScoreText;  // a score of -inf may mask a pair of any KV tile
@@ -130,13 +131,13 @@ struct SharedMemory {
   }
   // With dropout: b * heads_q + h of the work tile in stage n.
   __device__ __forceinline__ uint32_t &dropout_head(int n) const {
-    if constexpr (C::kMixtures) {
+    if constexpr (C::kDropoutKeyInSmem) {
       return storage().dropout.tile[n].head;
     } else {
       return storage().dropout.head[n];
     }
   }
-  // Kernels for mixtures: the key of dropout, and dropout_head(), at this address.
+  // With kDropoutKeyInSmem: the key of dropout, and dropout_head(), at this address.
   __device__ __forceinline__ uint32_t dropout_tile(int n) const {
     return base + offsetof(Storage, dropout) + n * sizeof(typename decltype(Storage::dropout)::Tile);
   }

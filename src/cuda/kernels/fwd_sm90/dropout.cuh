@@ -14,7 +14,7 @@ class DropoutBits {
 
   __device__ __forceinline__ DropoutBits(const ForwardParams &params, const ConsumerThread &at) : p_(params.problem), at_(at) {}
 
-  // At the start of a work tile, of batch-head `head`. Kernels for mixtures have no registers for it, they read key and head for every KV tile.
+  // At the start of a work tile, of batch-head `head`. With kDropoutKeyInSmem draw() reads key and head for every KV tile instead.
   __device__ __forceinline__ void begin(const WorkTile &t, uint32_t head) {
     tile_ = DropoutTile(load_dropout_key(p_.dropout), head, row_tile(t));
   }

@@ -100,6 +100,7 @@ struct ForwardShape {
   X(d128b64, 128, 128, 1, 64, 1, 2, 2, kAnyLength, kAnyLength, kMasked, false, false) \
   X(d256b, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMasked, false, false) \
   X(d128d, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kDropout, false, false)  \
+  X(d256r, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kDropout, false, false)   \
   X(d64x, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kMaxLogit, false, false)    \
   X(d128x, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kMaxLogit, false, false)  \
   X(d256x, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMaxLogit, false, false)  \

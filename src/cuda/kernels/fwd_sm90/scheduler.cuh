@@ -121,7 +121,7 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
       t.head_k = a.group.quotient(place.head);
       if constexpr (C::kHasDropout)
         smem.dropout_head(stage) = static_cast<uint32_t>(place.batch * static_cast<int>(p.heads_q) + place.head);
-      if constexpr (C::kMixtures) smem.storage().dropout.tile[stage].key = load_dropout_key(p.dropout);
+      if constexpr (C::kDropoutKeyInSmem) smem.storage().dropout.tile[stage].key = load_dropout_key(p.dropout);
       if constexpr (C::kHasMaxLogit) {
         if (!C::kMixtures || a.max_logit != nullptr)
           smem.max_logit_before(stage) = load_relaxed(a.max_logit + place.head * a.max_logit_stride);

@@ -66,9 +66,12 @@ struct ForwardDropout {
   uint32_t head[kWorkStages];
 };
 struct NoForwardDropout {};
-// The same, and the problem's key, which kernels for mixtures read from here for every KV tile: they have no registers for it.
+// The same, and the problem's key, which kernels without registers for it read from here for every KV tile.
+constexpr bool has_dropout_key_in_smem(ScoreSet scores, int head_dim_v) {
+  return takes_mixtures(scores) || ((scores & kDropout) != 0 && head_dim_v > 128);
+}
 template <int kWorkStages>
-struct ForwardMixtureDropout {
+struct ForwardDropoutKey {
   struct Tile {
     DropoutKey key;
     uint32_t head;
@@ -165,7 +168,7 @@ struct ForwardStorage {
   uint64_t work_request;  // the producer warp asks for the next work tile
   ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
   std::conditional_t<kHasDataMask, ForwardMaskedTiles<kWorkStages, kStages>, NoForwardMaskedTiles> masked_tiles;
-  std::conditional_t<takes_mixtures(kScores), ForwardMixtureDropout<kWorkStages>,
+  std::conditional_t<has_dropout_key_in_smem(kScores, kHeadDimV), ForwardDropoutKey<kWorkStages>,
                      std::conditional_t<(kScores & kDropout) != 0, ForwardDropout<kWorkStages>, NoForwardDropout>>
       dropout;
   std::conditional_t<(kScores & kMaxLogit) != 0, ForwardMaxLogit<kWorkStages>, NoForwardMaxLogit> max_logit;
