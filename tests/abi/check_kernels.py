@@ -4,7 +4,7 @@
 
 usage: check_kernels.py GENERAL_BYTES OBJECT... (ends with 77, skipped, when none of them is CUDA)
 
-Plain kernels spill no registers; those of general scores (all shapes in the name of the source end in g, m, b or r, then perhaps s) at
+Plain kernels spill no registers; those of general scores (all shapes in the name of the source end in g, m, b or r, then perhaps n or s, or in all) at
 most so many bytes. No kernel makes ptxas serialise warpgroup instructions. Prints every kernel that spills.
 """
 import re
@@ -15,7 +15,7 @@ FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
 SERIALISED = re.compile(r"C75\d\d")  # setmaxnreg ignored, wgmma serialised
-GENERAL = re.compile(r"_(f16|bf16|any)(_d[0-9_]+[gmbr][ns]?)+\.cu")
+GENERAL = re.compile(r"_(f16|bf16|any)(_d[0-9_]+([gmbr][ns]?|all))+\.cu")
 
 
 def main():

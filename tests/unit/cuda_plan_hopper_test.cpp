@@ -90,9 +90,8 @@ TEST(CudaPlanHopper, HopperKernels) {
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
       {"bias of which the heads are in descending order", [](MaskedProblem &p) { set_bias(p), p.bias.head_stride = -8; }},
-      {"bias of fp32, head_dim 136", [](MaskedProblem &p) { p.head_dim = 136, set_bias(p), p.bias.dtype = Dtype::f32; }},
-      {"dropout and softcap, head_dim 136",
-       [](MaskedProblem &p) { p.head_dim = 136, p.softcap = 30, p.dropout.threshold = 6554; }},
+      {"dropout and softcap, head_dim 264",
+       [](MaskedProblem &p) { p.head_dim = 264, p.softcap = 30, p.dropout.threshold = 6554; }},
       {"rows that do not start on 16 bytes", [](MaskedProblem &p) { p.k.seq_stride = 129; }},
       {"rows that are not whole 16-byte vectors", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 127; }},
       {"more rows than it counts", [](MaskedProblem &p) { p.k_lengths.total = int64_t{1} << 32; }},
@@ -135,6 +134,9 @@ TEST(CudaPlanHopper, HopperKernels) {
       {"dropout, head_dim 256", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256, p.dropout.threshold = 6554; }},
       {"bias", [](MaskedProblem &p) { set_bias(p); }},
       {"bias, head_dim 256", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256, set_bias(p); }},
+      {"bias of fp32, head_dim 136", [](MaskedProblem &p) { p.head_dim = 136, set_bias(p), p.bias.dtype = Dtype::f32; }},
+      {"dropout and softcap, head_dim 136",
+       [](MaskedProblem &p) { p.head_dim = 136, p.softcap = 30, p.dropout.threshold = 6554; }},
       {"bias, broadcast",
        [](MaskedProblem &p) { set_bias(p), p.bias.batch_stride = p.bias.head_stride = p.bias.row_stride = 0; }},
       {"head_dim 264", [](MaskedProblem &p) { p.head_dim = 264; }},
@@ -173,7 +175,7 @@ TEST(CudaPlanHopper, CausalAlibi) {
   EXPECT_EQ(kernel([](MaskedProblem &p) { p.head_dim = p.head_dim_v = 192; }), "d256g");
 }
 
-// Mixtures of score terms up to head_dim 128, and biases that the kernels for a bias alone do not take.
+// Mixtures of score terms, forward up to head_dim 256 and backward up to 128, and biases that the kernels for a bias alone do not take.
 TEST(CudaPlanHopper, Mixtures) {
   struct Mixture {
     const char *text;
@@ -226,6 +228,9 @@ TEST(CudaPlanHopper, Mixtures) {
       ASSERT_GE(with_dbias.dbias_shape, 0) << text;
       EXPECT_EQ(sm80::kBackwardShapes[with_dbias.dbias_shape].scores & kAllByTiles, kAllByTiles) << text;
     }
+    MaskedProblem wide = problem(1000, 1000, 192, 256);
+    m.set(wide);
+    EXPECT_EQ(kernel_name(wide, forward_plan(wide, h200())), "sm90_fwd_bf16_d256all") << m.text;
     // max_logit beside them.
     MaskedProblem p = problem(1000, 1000, 128);
     m.set(p);

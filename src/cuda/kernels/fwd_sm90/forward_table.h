@@ -110,6 +110,7 @@ struct ForwardShape {
   X(d256a, 256, 256, 2, 64, 1, 2, 1, kAnyLength, kAnyLength, kTileBias, false, false)  \
   X(d64all, 64, 64, 3, 64, 2, 4, 1, kAnyLength, kAnyLength, kAll, false, false)       \
   X(d128all, 128, 128, 2, 128, 1, 2, 0, kAnyLength, kAnyLength, kAll, false, false)    \
+  X(d256all, 256, 256, 2, 64, 1, 2, 0, kAnyLength, kAnyLength, kAll, false, false)    \
   X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true, false)        \
   X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true, false)      \
   X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true, false)      \
