@@ -90,8 +90,6 @@ TEST(CudaPlanHopper, HopperKernels) {
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
       {"bias of which the heads are in descending order", [](MaskedProblem &p) { set_bias(p), p.bias.head_stride = -8; }},
-      {"dropout and softcap, head_dim 264",
-       [](MaskedProblem &p) { p.head_dim = 264, p.softcap = 30, p.dropout.threshold = 6554; }},
       {"rows that do not start on 16 bytes", [](MaskedProblem &p) { p.k.seq_stride = 129; }},
       {"rows that are not whole 16-byte vectors", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 127; }},
       {"more rows than it counts", [](MaskedProblem &p) { p.k_lengths.total = int64_t{1} << 32; }},
