@@ -79,7 +79,7 @@ Case base(std::mt19937_64 &rng) {
   c.batch = 2;
   c.heads_k = between(rng, 1, 2);
   c.heads_q = c.heads_k * between(rng, 1, 2);
-  c.head_dim = c.head_dim_v = chance(rng, 50) ? 64 : chance(rng, 70) ? 128 : 8 * between(rng, 2, 15);
+  c.head_dim = c.head_dim_v = chance(rng, 40) ? 64 : chance(rng, 50) ? 128 : 8 * between(rng, 2, 32);
   for (Side *side : {&c.q, &c.k}) {
     side->seqlen = between(rng, 100, 420);
     side->grad_layout = chance(rng, 50) ? kBshd : kOdd;
@@ -166,7 +166,7 @@ TEST_P(Mixtures, Biases) {
 // Rows whose largest score lies in the last KV tile that they see, and scores that overflow fp32 without the maximum.
 TEST_P(Mixtures, LargeScores) {
   std::mt19937_64 rng(static_cast<uint64_t>(seed_for("large scores")));
-  for (const int64_t head_dim : {64, 128}) {
+  for (const int64_t head_dim : {64, 128, 256}) {
     for (const double p : {0.0, 0.5, 0.99}) {
       Case c = base(rng);
       c.head_dim = c.head_dim_v = head_dim;

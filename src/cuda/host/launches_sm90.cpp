@@ -134,7 +134,8 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
   params.vector_dv = plan.vector.dv;
   params.raw = raw_unit(b.forward);
   params.mask = memory.mask;
-  if (p.bias.data != nullptr) FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
+  if (p.bias.data != nullptr && kind_of_bias(p) != kAnyBias)
+    FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
 
   const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
   const bool second = only_if != nullptr;

@@ -176,7 +176,10 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   const Problem &p = b.forward;
   const std::span<const KernelRow> kernels = candidates(Family::sm90, Pass::backward, needs);
   const auto serves = [&](const KernelRow &kernel) {
-    return p.k_lengths.max_len <= sm90::kBackwardShapes[kernel.shape].longest() && can_run(kernel, needs, device);
+    const sm90::BackwardShape &shape = sm90::kBackwardShapes[kernel.shape];
+    // Kernels for wide heads would compute mostly with columns that are not there.
+    if (shape.head_dim > 128 && 2 * std::max(p.head_dim, p.head_dim_v) <= shape.head_dim) return false;
+    return p.k_lengths.max_len <= shape.longest() && can_run(kernel, needs, device);
   };
   const auto row = std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) {
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[kernel.shape];
@@ -223,7 +226,8 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
   if (shape.persistent()) plan.blocks = std::min(plan.blocks, std::max<int64_t>(at_once, 1) * shape.blocks());
   if (shape.blocks() == 1 && shape.scores == kPlain) split_tail(b.forward, at_once, shape, plan);
   if (merges_last_groups(p, shape, plan)) plan.last_heads = 2 * plan.heads_per_l2_group;
-  plan.zero_dq_sum = !p.deterministic && work_tiles_of_q_tile(b.forward, shape, plan) > few_work_tiles(p, shape);
+  plan.zero_dq_sum =
+      (!p.deterministic || !shape.first_stores_dq()) && work_tiles_of_q_tile(b.forward, shape, plan) > few_work_tiles(p, shape);
   // In deterministic mode work tiles wait for one another, and lost up to 3 % by it.
   const auto stored_by_tma = [&](const Operand &gradient, int64_t columns) {
     return shape.stages_dkv() && !p.deterministic && gradient.data != nullptr && gradient.dtype != Dtype::f32 &&

@@ -65,6 +65,12 @@ struct BackwardCta {
                                                     offsetof(Storage, masked_tiles));
   }
 
+  // A member of what is visited in iteration n of all work tiles, when its Q, or its dO, has arrived. One lane reads, the one that frees Q.
+  template <typename T>
+  __device__ __forceinline__ T visited(int n, T VisitedQTile::*member) const {
+    return __shfl_sync(~0u, lane == 0 ? masked_tiles().visited[n % BackwardMaskedTiles::kVisited].*member : T{}, 0);
+  }
+
   // Describes number `index` of the order of work tiles. It writes field after field: the warps that call it have few
   // registers.
   __device__ __forceinline__ void describe_work_tile(int index, WorkTile &b) const {
@@ -139,6 +145,83 @@ struct BackwardCta {
   // Index in the workspace of the first Q tile of a query head.
   __device__ __forceinline__ int workspace_q_tile(int head_q) const {
     return work().workspace_begin + head_q * work().workspace_q_tiles;
+  }
+
+  // With masks as data: of 32 Q tiles of a query head, from `q_tile` down to `first`, those that the work tile sees, and of these the ones in which the cell
+  // map says that a pair may be masked; bit l is q_tile - l. All lanes take part.
+  struct QTileBits {
+    uint32_t visible;
+    uint32_t cell_codes;  // of this lane's Q tile (VisitedQTile)
+  };
+  __device__ __forceinline__ QTileBits q_tiles_from(const WorkTile &t, int head_q, int q_tile, int first) const {
+    constexpr int kCells = C::kTileQ / kCell;
+    constexpr uint32_t kAllCells = (1u << kCells) - 1;
+    const DataMask &mask = params.mask;
+    q_tile -= lane;
+    uint32_t any = 0, codes = 0;
+    bool full = true;
+    if (C::kMixtures && !mask.given()) {
+      any = q_tile >= first;
+    } else if (q_tile >= first) {
+      int64_t word =
+          (mask.plane(t.batch, head_q) * mask.by_key.rows + t.key0 / kCell) * mask.by_key.words + q_tile * kCells / 32;
+      const int shift = q_tile * kCells % 32;
+#pragma unroll 1
+      for (int n = 0; n < C::kTileKv / kCell && t.key0 + n * kCell < t.seqlen_k; ++n) {
+        if (C::kMixtures && n > 0) word += mask.by_key.words;
+        const int64_t at = C::kMixtures ? word : word + n * mask.by_key.words;
+        const uint32_t visible = mask.by_key.visible[at] >> shift & kAllCells,
+                       partial = mask.by_key.partial[at] >> shift & kAllCells;
+        any |= visible;
+        full = full && visible == kAllCells && partial == 0;
+#pragma unroll
+        for (int cell = 0; cell < kCells; ++cell)
+          codes |= ((visible >> cell & 1) | (partial >> cell & 1) << 1) << 2 * (n * kCells + cell);
+      }
+    }
+    return {__ballot_sync(~0u, any != 0), full ? VisitedQTile::kAllCellsFull : codes};
+  }
+  __device__ __forceinline__ int count_visible_q_tiles(const WorkTile &t) const {
+    // Lane 0 may write them next, so it alone reads them.
+    const int first = __shfl_sync(~0u, lane == 0 ? t.q_tile_begin : 0, 0),
+              last = __shfl_sync(~0u, lane == 0 ? t.q_tile_end : 0, 0) - 1;
+    const int group = static_cast<int>(problem.group);
+    int count = 0;
+    for (int g = 0; g < group; ++g) {
+      for (int q_tile = last; q_tile >= first; q_tile -= 32)
+        count += __popc(q_tiles_from(t, t.head_k * group + g, q_tile, first).visible);
+    }
+    return count;
+  }
+
+  // Calls f(query head, Q tile, cell codes) for the Q tiles of the work tile, in the order of the main loop. With masks as data for the visible ones.
+  template <typename F>
+  __device__ __forceinline__ void for_each_q_tile(F f) const {
+    const WorkTile &t = work();
+    const auto for_each_visible = [&](int head_q) {
+      for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32) {
+        QTileBits tiles = q_tiles_from(t, head_q, q_tile, t.q_tile_begin);
+        for (; tiles.visible != 0; tiles.visible &= tiles.visible - 1) {
+          const int n = __ffs(static_cast<int>(tiles.visible)) - 1;
+          f(head_q, q_tile - n, __shfl_sync(~0u, tiles.cell_codes, n));
+        }
+      }
+    };
+    if constexpr (C::kMixtures) {  // one register less
+      for (int head_q = t.head_k * static_cast<int>(problem.group); head_q < (t.head_k + 1) * static_cast<int>(problem.group);
+           ++head_q)
+        for_each_visible(head_q);
+    } else {
+      for (int g = 0; g < static_cast<int>(problem.group); ++g) {
+        const int head_q = t.head_k * static_cast<int>(problem.group) + g;
+        if constexpr (C::kHasDataMask) {
+          for_each_visible(head_q);
+        } else {
+          const auto q_tile_at = rotated_q_tiles();
+          for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, q_tile_at(i), VisitedQTile::kAllCellsFull);
+        }
+      }
+    }
   }
 
   // Loads a tile of kTileRows rows by TMA, as kAtoms swizzle atoms. kColumns: used columns of an atom.

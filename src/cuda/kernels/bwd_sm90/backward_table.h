@@ -57,6 +57,8 @@ struct BackwardShape {
   constexpr bool p_through_smem() const {
     return design == Design::cluster_p_smem || design == Design::cluster_p_smem_persistent;
   }
+  // In deterministic mode the first work tile in the order stores its part of dq. Otherwise the sum is zeroed before, as in the other mode.
+  constexpr bool first_stores_dq() const { return !p_through_smem() || (scores & kDataMask) == 0; }
   // Longest sequence of keys that the kernel is used for: beyond it the kernel on the next line is faster.
   constexpr int64_t longest() const { return design == Design::cluster_p_smem_persistent && !ordered ? 8 * keys() : INT64_MAX; }
 
@@ -111,6 +113,7 @@ struct BackwardShape {
   X(d128all, 128, 128, 2, 64, 2, 2, Design::single_cta, true, true, kAllByTiles)                 \
   X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, kSoftcapAlibi)        \
   X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kSoftcapAlibi)  \
+  X(d256all, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kAll)         \
   X(d320, 320, 320, 3, 64, 2, 6, Design::separate, true, true, kPlain)                           \
   X(d384, 384, 384, 3, 64, 2, 3, Design::separate, true, true, kPlain)                           \
   X(d512, 512, 512, 3, 64, 1, 3, Design::separate, true, true, kPlain)                           \
@@ -127,7 +130,7 @@ constexpr int32_t storage_bytes() {
   if (design == Design::separate) return sizeof(SeparateStorage<head_dim, stages, dout_stages>);
   if (design == Design::single_cta) return sizeof(SingleCtaStorage<head_dim, consumer_warpgroups, rows, stages, scores>);
   if (design == Design::cluster_p_smem) return sizeof(OneTileClusterStorage<Cluster>);
-  return sizeof(PersistentClusterStorage<Cluster>);
+  return sizeof(PersistentClusterStorage<Cluster, scores>);
 }
 
 #define FA_SM90_SHAPE(name, ...) {#name, __VA_ARGS__, storage_bytes<__VA_ARGS__>()},

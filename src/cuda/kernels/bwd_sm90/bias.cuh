@@ -82,4 +82,68 @@ class BiasColumns {
   uint32_t at_;
 };
 
+// The same from global memory, with any strides and dtype, for kernels without shared memory for it. Rows and keys behind the end of the sequence have
+// the bias of its last ones: these pairs are masked.
+class BiasInPlace {
+ public:
+  // Of 64 keys from first_key on and queries from row0 on.
+  __device__ __forceinline__ BiasInPlace(const ScoreTensor &bias, const WorkTile &t, int head_q, int row0, int first_key,
+                                         int warp, int lane)
+      : bias_(bias),
+        head_(t.batch * bias.batch_stride + head_q * bias.head_stride),
+        row0_(row0),
+        key0_(first_key + warp * 16),
+        last_row_(t.seqlen_q - 1),
+        last_key_(t.seqlen_k - 1),
+        lane_(lane) {}
+
+  // Brings the bias of 64 queries to L1, ahead of add(), whose loads follow one another.
+  __device__ __forceinline__ void fetch() const {
+    const int bytes = bias_.dtype == Dtype::f32 ? 4 : 2;
+#pragma unroll
+    for (int row = 0; row < 64; row += 32)
+#pragma unroll
+      for (int key = 0; key < 16; key += 15)
+        asm volatile("{\n.reg .u32 x;\nld.global.u8 x, [%0];\n}\n" ::"l"(static_cast<const char *>(bias_.data) +
+                                                                         (row_at(row + lane_) + key_at(key)) * bytes));
+  }
+  template <int kCount>
+  __device__ __forceinline__ void add(float (&x)[kCount], float unit, float &) const {
+    if (bias_.dtype == Dtype::f32) {
+      add(x, [&](int64_t at) { return static_cast<const float *>(bias_.data)[at] * unit; });
+    } else {
+      const bool bf16 = bias_.dtype == Dtype::bf16;
+      add(x, [&](int64_t at) {
+        const uint32_t bits = static_cast<const uint16_t *>(bias_.data)[at];
+        return (bf16 ? to_float<__nv_bfloat16>(bits) : to_float<__half>(bits)) * unit;
+      });
+    }
+  }
+
+ private:
+  template <int kCount, typename Load>
+  __device__ __forceinline__ void add(float (&x)[kCount], Load load) const {
+    int64_t keys[2] = {key_at(lane_ >> 2), key_at((lane_ >> 2) + 8)};
+#pragma unroll
+    for (int n = 0; n < kCount; n += 4) {
+#pragma unroll
+      for (int query = 0; query < 2; ++query) {
+        const int64_t row = row_at(2 * (lane_ & 3) + 2 * n + query);
+#pragma unroll
+        for (int key = 0; key < 2; ++key) x[n + 2 * key + query] += load(row + keys[key]);
+      }
+      // Eight loads at a time: there are no registers for more.
+      if (n % 8 == 4)
+        asm volatile("" : "+l"(keys[0]), "+l"(keys[1]), "+f"(x[n]), "+f"(x[n + 1]), "+f"(x[n + 2]), "+f"(x[n + 3]));
+    }
+  }
+  // In elements, the offsets of a row and of a key, counted from the first of the tile.
+  __device__ __forceinline__ int64_t row_at(int row) const { return min(row0_ + row, last_row_) * bias_.row_stride; }
+  __device__ __forceinline__ int64_t key_at(int key) const { return head_ + min(key0_ + key, last_key_) * bias_.col_stride; }
+
+  const ScoreTensor &bias_;
+  const int64_t head_;
+  const int row0_, key0_, last_row_, last_key_, lane_;
+};
+
 }  // namespace fa::cuda::sm90

@@ -104,7 +104,7 @@ class ProducerWarps : protected SingleCta<C> {
       __syncwarp();
       if constexpr (C::kHasDataMask) {
         WorkTile &next = cta_.work_tiles[work_index & 1];
-        const int visible = more ? count_visible_q_tiles(next) : 0;
+        const int visible = more ? cta_.count_visible_q_tiles(next) : 0;
         if (cta_.lane == 0) {
           masked_tiles().visible[again(work_index) & 1] = visible;
           if constexpr (C::kMixtures)
@@ -160,53 +160,6 @@ class ProducerWarps : protected SingleCta<C> {
     return cta_.problem.group == 1 && next.q_tile_begin + 1 < next.q_tile_end &&
            (next.q_tile_end - 1) * C::kTileQ + next.band_first > next.key0 + 63;
   }
-  // With masks as data: of 32 Q tiles of a query head, from `q_tile` down to `first`, those that the work tile sees, and of these the ones in which the cell
-  // map says that a pair may be masked; bit l is q_tile - l. All lanes take part.
-  struct QTileBits {
-    uint32_t visible;
-    uint32_t cell_codes;  // of this lane's Q tile (VisitedQTile)
-  };
-  __device__ __forceinline__ QTileBits q_tiles_from(const WorkTile &t, int head_q, int q_tile, int first) const {
-    constexpr int kCells = C::kTileQ / kCell;
-    constexpr uint32_t kAllCells = (1u << kCells) - 1;
-    const DataMask &mask = cta_.params.mask;
-    q_tile -= cta_.lane;
-    uint32_t any = 0, codes = 0;
-    bool full = true;
-    if (C::kMixtures && !mask.given()) {
-      any = q_tile >= first;
-    } else if (q_tile >= first) {
-      int64_t word =
-          (mask.plane(t.batch, head_q) * mask.by_key.rows + t.key0 / kCell) * mask.by_key.words + q_tile * kCells / 32;
-      const int shift = q_tile * kCells % 32;
-#pragma unroll 1
-      for (int n = 0; n < C::kConsumerWarpgroups && t.key0 + n * kCell < t.seqlen_k; ++n) {
-        if (C::kMixtures && n > 0) word += mask.by_key.words;
-        const int64_t at = C::kMixtures ? word : word + n * mask.by_key.words;
-        const uint32_t visible = mask.by_key.visible[at] >> shift & kAllCells,
-                       partial = mask.by_key.partial[at] >> shift & kAllCells;
-        any |= visible;
-        full = full && visible == kAllCells && partial == 0;
-#pragma unroll
-        for (int cell = 0; cell < kCells; ++cell)
-          codes |= ((visible >> cell & 1) | (partial >> cell & 1) << 1) << 2 * (n * kCells + cell);
-      }
-    }
-    return {__ballot_sync(~0u, any != 0), full ? VisitedQTile::kAllCellsFull : codes};
-  }
-  __device__ __forceinline__ int count_visible_q_tiles(const WorkTile &t) const {
-    // Lane 0 may write them next, so it alone reads them.
-    const int first = __shfl_sync(~0u, cta_.lane == 0 ? t.q_tile_begin : 0, 0),
-              last = __shfl_sync(~0u, cta_.lane == 0 ? t.q_tile_end : 0, 0) - 1;
-    const int group = static_cast<int>(cta_.problem.group);
-    int count = 0;
-    for (int g = 0; g < group; ++g) {
-      for (int q_tile = last; q_tile >= first; q_tile -= 32)
-        count += __popc(q_tiles_from(t, t.head_k * group + g, q_tile, first).visible);
-    }
-    return count;
-  }
-
   // ------------------------------------------------------------------------------------------------------------------
   // dq warps
   // ------------------------------------------------------------------------------------------------------------------
@@ -247,7 +200,9 @@ class ProducerWarps : protected SingleCta<C> {
         if constexpr (C::kMixtures) kv_index = kept_kv_index();
         load_q_tiles(q_pipe, kv_index, visited);
         if constexpr (C::kMixtures) {
-          kept_kv_index() = kept_kv_index() + 1;
+          __syncwarp();  // all lanes have read it
+          if (cta_.lane == 0) kept_kv_index() = kept_kv_index() + 1;
+          __syncwarp();
         } else {
           ++kv_index;
         }
@@ -284,35 +239,6 @@ class ProducerWarps : protected SingleCta<C> {
     mbarrier_wait(barrier, kv_index / C::kKvStages & 1 ^ 1);
   }
 
-  // Calls f(query head, Q tile, cell codes) for the Q tiles of the work tile, in the order of the main loop. With masks as data for the visible ones.
-  template <typename F>
-  __device__ __forceinline__ void for_each_q_tile(F f) const {
-    const WorkTile &t = cta_.work();
-    const auto for_each_visible = [&](int head_q) {
-      for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32) {
-        QTileBits tiles = q_tiles_from(t, head_q, q_tile, t.q_tile_begin);
-        for (; tiles.visible != 0; tiles.visible &= tiles.visible - 1) {
-          const int n = __ffs(static_cast<int>(tiles.visible)) - 1;
-          f(head_q, q_tile - n, __shfl_sync(~0u, tiles.cell_codes, n));
-        }
-      }
-    };
-    if constexpr (C::kMixtures) {  // one register less
-      for (int head_q = t.head_k * static_cast<int>(cta_.problem.group);
-           head_q < (t.head_k + 1) * static_cast<int>(cta_.problem.group); ++head_q)
-        for_each_visible(head_q);
-    } else {
-      for (int g = 0; g < static_cast<int>(cta_.problem.group); ++g) {
-        const int head_q = t.head_k * static_cast<int>(cta_.problem.group) + g;
-        if constexpr (C::kHasDataMask) {
-          for_each_visible(head_q);
-        } else {
-          const auto q_tile_at = cta_.rotated_q_tiles();
-          for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, q_tile_at(i), VisitedQTile::kAllCellsFull);
-        }
-      }
-    }
-  }
   // `visited`: Q tiles that this CTA has loaded.
   __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, int kv_index, int &visited) const {
     const bool packed = cta_.problem.q_lengths.cu != nullptr;
@@ -325,7 +251,7 @@ class ProducerWarps : protected SingleCta<C> {
         return visited;
       }
     };
-    for_each_q_tile([&](int head_q, int q_tile, [[maybe_unused]] uint32_t cell_codes) {
+    cta_.for_each_q_tile([&](int head_q, int q_tile, [[maybe_unused]] uint32_t cell_codes) {
       const int row = (packed ? cta_.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta_.work().batch;
       mbarrier_wait(q_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
       if (elect_one()) {

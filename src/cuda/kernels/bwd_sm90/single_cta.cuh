@@ -153,10 +153,9 @@ class SingleCta {
   static constexpr bool kWg0MaySkip = kWg1MaySkip && !C::kNanSafe;  // the NaN-safe path would have to test its keys
   static constexpr int kTilesPerWorkStage = C::kTilesPerWorkStage;
 
-  // A member of what is visited in iteration n of all work tiles, when its Q has arrived. One lane reads, the one that frees Q.
   template <typename T>
   __device__ __forceinline__ T visited(int n, T VisitedQTile::*member) const {
-    return __shfl_sync(~0u, cta_.lane == 0 ? masked_tiles().visited[n % BackwardMaskedTiles::kVisited].*member : T{}, 0);
+    return cta_.visited(n, member);
   }
   __device__ __forceinline__ BackwardMaskedTiles &masked_tiles() const { return cta_.masked_tiles(); }
 

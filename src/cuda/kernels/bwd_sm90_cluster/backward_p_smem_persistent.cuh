@@ -13,6 +13,7 @@
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/bwd_sm90/shown_pairs.cuh"
 #include "cuda/kernels/bwd_sm90_cluster/p_exchange.cuh"
 
 namespace fa::cuda::sm90 {
@@ -46,6 +47,10 @@ class BackwardPSmemPersistent {
       }
       init_pipeline<C::kStages>(cluster().q_full(0), cluster().q_empty(0), 8);
       mbarrier_init_fence();
+      if constexpr (C::kHasDropout) {
+        const DropoutKey key = load_dropout_key(cta().problem.dropout);
+        st_shared_16(smem_dropout_key(), key.k0, key.k1, key.c3, 0);
+      }
     } else if (threadIdx.x == 32) {
       cluster().prefetch_maps();
     }
@@ -114,7 +119,8 @@ class BackwardPSmemPersistent {
         mbarrier_wait(cluster().peer_k_full(), work_index & 1);
         mbarrier_arrive_if(cta().lane == 0, cluster().k_empty());
       }
-      cluster().store(cta().params.problem.dv, dv, 1.f, static_cast<int>(cta().problem.head_dim_v), cta().params.vector_dv);
+      cluster().store(cta().params.problem.dv, dv, C::kHasDropout ? cta().params.keep_scale : 1.f,
+                      static_cast<int>(cta().problem.head_dim_v), cta().params.vector_dv);
       work_index = cta().work().work_index;
       cluster().release_work_tile(work_index++);
     }
@@ -123,9 +129,52 @@ class BackwardPSmemPersistent {
   // State of the warpgroup in one register: the parity of the number of partial Q tiles; whether the previous Q tile was
   // partial and whether it took the NaN-safe path; in deterministic mode, whether this work tile is the first in the order to
   // add to the previous Q tile's dq; and, from kOneQTile up, how many Q tiles the work tile has left.
+  // In deterministic mode the first work tile in the order stores its dq. With masks as data, where its place in the order has to be counted, dq_sum is
+  // zeroed.
+  static constexpr bool kStoresFirst = C::kOrdered && !C::kHasDataMask;  // BackwardShape::first_stores_dq()
   static constexpr uint32_t kVoteParity = 1, kPrevPartial = 2, kPrevNanSafe = 4, kPrevFirstInOrder = 8, kOneQTile = 16;
   __device__ __forceinline__ bool prev_is_nan_safe(uint32_t state, int ds_stage) const {
     return (state & kPrevNanSafe) != 0 || ((state & kPrevPartial) != 0 && ld_shared_4(cluster().flag(ds_stage)) != 0);
+  }
+
+  // For mixtures: what is known of iteration n before S has been computed.
+  struct ScoreTerms {
+    DroppedPairs<C::kTileQ> dropped;
+    ShownPairs<C::kTileQ> shown;
+  };
+  struct NoScoreTerms {};
+  using Terms = std::conditional_t<C::kMixtures, ScoreTerms, NoScoreTerms>;
+
+  // Finds them, when Q has arrived and while S is computed.
+  __device__ __forceinline__ void find_terms(Terms &terms, int n) const {
+    if constexpr (C::kMixtures) {
+      const int head_q = cta().visited(n, &VisitedQTile::head_q), row0 = cta().visited(n, &VisitedQTile::q_tile) * C::kTileQ;
+      const uint32_t codes = cta().visited(n, &VisitedQTile::cell_codes);
+      if (codes != VisitedQTile::kAllCellsFull) {
+        terms.shown.find(cta().params.mask, cta().problem, cta().work().batch, head_q, row0, cluster().first_key(),
+                         codes >> 2 * cluster().rank);
+      } else {
+        terms.shown.set_all();
+      }
+      if (drops())
+        terms.dropped.draw(smem_dropout_key(), cta().problem.dropout.threshold,
+                           static_cast<uint32_t>(cta().work().batch * static_cast<int>(cta().problem.heads_q) + head_q), row0,
+                           cluster().first_key() + cta().warp * 16, cta().lane);
+      if (has_bias()) bias_of(head_q, row0).fetch();
+    }
+  }
+  __device__ __forceinline__ BiasInPlace bias_of(int head_q, int row0) const {
+    return BiasInPlace(cta().problem.bias, cta().work(), head_q, row0, cluster().first_key(), cta().warp, cta().lane);
+  }
+  __device__ __forceinline__ bool has_bias() const { return cta().problem.bias.data != nullptr; }
+  __device__ __forceinline__ bool drops() const { return cta().problem.dropout.threshold > 0; }
+  __device__ __forceinline__ uint32_t smem_dropout_key() const { return cta().at(offsetof(typename C::Storage, dropout_key)); }
+  // Whether pairs of a Q tile may be masked: the same in both CTAs.
+  __device__ __forceinline__ bool is_partial(int q_tile, [[maybe_unused]] int n) const {
+    if constexpr (C::kMixtures)
+      return cluster().is_partial(q_tile) || has_bias() ||
+             cta().visited(n, &VisitedQTile::cell_codes) != VisitedQTile::kAllCellsFull;
+    return cluster().is_partial(q_tile);
   }
 
   // n: iterations of all work tiles before.
@@ -140,6 +189,8 @@ class BackwardPSmemPersistent {
     fence_operand(s);
     wgmma_fence();
     cluster().start_s(s, uniform(cluster().smem_k()), cluster().smem_q(uniform(n & 1)));
+    Terms terms;
+    find_terms(terms, n);
     wgmma_wait<0>();
     fence_operand(s);
 #pragma unroll 1
@@ -147,13 +198,29 @@ class BackwardPSmemPersistent {
       const int stage = uniform(n & 1), next_stage = stage ^ 1,
                 prev = next_stage;  // stage of dS of the previous Q tile, and of the next_stage one
       const uint32_t k = uniform(cluster().smem_k());
-      const bool partial = cluster().is_partial(q_tile);
+      if constexpr (C::kHasDataMask) q_tile = cta().visited(n, &VisitedQTile::q_tile);
+      const bool partial = is_partial(q_tile, n);
       bool nan_safe = false;
       if (partial) nan_safe = nan_if_nonfinite(s) != 0.f;
-      cta().exponentiate(p16, s, cluster().smem_lse(stage), cluster().first_key(), q_tile * C::kTileQ,
-                         cta().head_terms(head_q));
-      if (partial) cta().mask_p(p16, s, cluster().first_key(), q_tile * C::kTileQ);
-      exchange_.store_p(s, n);
+      if constexpr (C::kMixtures) {
+        const int head_q = cta().visited(n, &VisitedQTile::head_q);
+        float offset[C::kTileQ / 2], finite = 0.f;  // finite: not needed, with a bias every Q tile is taken for a partial one
+        cta().make_offsets(offset, cluster().smem_lse(stage), bias_of(head_q, q_tile * C::kTileQ), cluster().first_key(),
+                           q_tile * C::kTileQ, head_q, finite);
+        if (has_bias()) terms.shown.hide(offset, -CUDART_INF_F);  // a bias of -inf masks the pair
+        cta().exponentiate_mixture(p16, s, offset);
+        if (drops()) cta().drop(p16, s, terms.dropped);
+        if (partial) {
+          cta().mask_p(p16, s, cluster().first_key(), q_tile * C::kTileQ);
+          terms.shown.for_hidden(0, [&](int at) { cta().mask_element(p16, s, at); });
+        }
+        exchange_.store_p(s, n, terms.shown.word[0]);
+      } else {
+        cta().exponentiate(p16, s, cluster().smem_lse(stage), cluster().first_key(), q_tile * C::kTileQ,
+                           cta().head_terms(head_q));
+        if (partial) cta().mask_p(p16, s, cluster().first_key(), q_tile * C::kTileQ);
+        exchange_.store_p(s, n);
+      }
       mbarrier_arrive_if(cta().lane == 0, cluster().q_empty(stage));
       if constexpr (!C::kScored) convert_p<Element>(s, p16);
       if (partial) nan_safe = any_nonfinite(nan_safe, n, state);
@@ -218,17 +285,20 @@ class BackwardPSmemPersistent {
         add_dq_part(dq, state, prev_tile, 1);
         signal_dq_added();
       }
+      if (C::kMixtures && state >= 2 * kOneQTile) find_terms(terms, n + 1);
       wgmma_wait<0>();
       fence_operand(s);
       if (prev_tile < 0) mbarrier_wait(cluster().peer_k_full(), cta().work().work_index & 1);  // for dq
-      if (q_tile < cta().work().q_tile_end - 1) {
+      if constexpr (C::kHasDataMask) {
+        prev_tile = cta().workspace_q_tile(cta().visited(n, &VisitedQTile::head_q)) + q_tile;
+      } else if (q_tile < cta().work().q_tile_end - 1) {
         --prev_tile;
       } else {
         prev_tile = prev_tile < 0 ? cta().workspace_q_tile(cta().work().head_k * static_cast<int>(cta().problem.group)) + q_tile
                                   : prev_tile - cta().work().q_tile_begin + cta().work().workspace_q_tiles + q_tile;
       }
       state = (state & (kVoteParity | ~(kOneQTile - 1))) | (partial ? kPrevPartial : 0u) | (nan_safe ? kPrevNanSafe : 0u);
-      if (C::kOrdered && cta().params.ordered && cta().dq_order_position(q_tile) == 0) state |= kPrevFirstInOrder;
+      if (kStoresFirst && cta().params.ordered && cta().dq_order_position(q_tile) == 0) state |= kPrevFirstInOrder;
       if (--q_tile < cta().work().q_tile_begin) {
         q_tile = cta().work().q_tile_end - 1;
         ++head_q;
@@ -277,7 +347,7 @@ class BackwardPSmemPersistent {
 
   // Adds a part of dq of a Q tile to dq_sum.
   __device__ __forceinline__ void add_dq_part(const Dq &dq, uint32_t state, int index, int part) const {
-    if constexpr (C::kOrdered) {
+    if constexpr (kStoresFirst) {
       exchange_.store_or_add_dq(dq, (state & kPrevFirstInOrder) != 0, index, part);
     } else {
       exchange_.add_dq(dq, true, index, part);
@@ -310,7 +380,11 @@ class BackwardPSmemPersistent {
 #pragma unroll 1
       for (; n < end; ++n) {
         const int stage = uniform(n & 1);
-        const bool partial = cluster().is_partial(q_tile);
+        if constexpr (C::kHasDataMask) {
+          mbarrier_wait(cluster().dout_full(0), n & 1);
+          q_tile = cta().visited(n, &VisitedQTile::q_tile);
+        }
+        const bool partial = is_partial(q_tile, n);
         mbarrier_wait(cluster().dout_full(0), n & 1);
         fence_operand(dp);
         wgmma_fence();
@@ -322,10 +396,13 @@ class BackwardPSmemPersistent {
         if (partial)
           nan_safe = any_nonfinite(nan_if_nonfinite(dp) + cta().delta_nan_if_nonfinite(cluster().smem_delta(0)) != 0.f, n,
                                    vote_parity);
-        exchange_.compute_ds(dp, n);
+        [[maybe_unused]] const ShownPairs<C::kTileQ> shown{{exchange_.compute_ds(dp, n)}};
         __syncwarp();
         mbarrier_arrive_if(cta().lane == 0, cluster().dout_empty(0));
-        if (nan_safe) cta().mask_ds(dp, cluster().first_key(), q_tile * C::kTileQ);
+        if (nan_safe) {
+          cta().mask_ds(dp, cluster().first_key(), q_tile * C::kTileQ);
+          if constexpr (C::kMixtures) shown.for_hidden(0, [&](int at) { dp[at] = kMaskedP; });
+        }
         convert_p<Element>(dp, ds16);
         mbarrier_wait_cluster(cluster().ds_empty(stage), n >> 1 & 1 ^ 1);
         exchange_.store_ds(ds16, stage, partial, nan_safe);

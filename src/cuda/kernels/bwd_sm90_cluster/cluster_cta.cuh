@@ -45,7 +45,9 @@ struct ClusterConfig {
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kPThroughSmem = kPThroughSmem_, kScored = kScores != kPlain, kOrdered = kOrdered_,
                         kLaneFromShuffle = false;
-  static constexpr bool kPersistent = false, kRotates = false, kHasDataMask = false, kConvertsEarly = kScored;
+  static constexpr bool kHasDataMask = (kScores & kDataMask) != 0, kHasDropout = (kScores & kDropout) != 0;
+  static constexpr bool kMixtures = takes_mixtures(kScores);  // which terms the problem has is known at run time
+  static constexpr bool kPersistent = false, kRotates = false, kConvertsEarly = kScored;
   static constexpr int kThreads = 384, kTileKv = 128, kAtoms = kD / 64, kAtomsV = kDv / 64;
   static constexpr int kConsumerThreads = 256, kConsumerRegisters = kPThroughSmem ? 240 : 232,
                        kProducerRegisters = kPThroughSmem ? 24 : 40;
@@ -64,7 +66,7 @@ struct ClusterConfig {
 // Persistent clusters.
 template <class OneTile>
 struct PersistentClusterConfig : OneTile {
-  using Storage = PersistentClusterStorage<typename OneTile::Cluster>;
+  using Storage = PersistentClusterStorage<typename OneTile::Cluster, OneTile::kScores>;
   static constexpr bool kPersistent = true, kLaneFromShuffle = true;
 };
 
@@ -147,7 +149,9 @@ struct ClusterCta {
     const WorkTile &tile = cta.work();
     return {tile.q_tile_begin, tile.q_tile_end, tile.full_begin, tile.full_end};
   }
+  // With masks as data, those that are visible.
   __device__ __forceinline__ int q_tiles() const {
+    if constexpr (C::kHasDataMask) return cta.masked_tiles().visible[cta.work_stage];
     return (cta.work().q_tile_end - cta.work().q_tile_begin) * static_cast<int>(cta.problem.group);
   }
   // The same address in the peer's shared memory.
@@ -185,41 +189,40 @@ struct ClusterCta {
   }
   __device__ __forceinline__ void load_q_tiles(QPipeline &q_pipe, DoutPipeline &dout_pipe) const {
     const bool packed = cta.problem.q_lengths.cu != nullptr;
-    for (int g = 0; g < static_cast<int>(cta.problem.group); ++g) {
-      const int head_q = cta.work().head_k * static_cast<int>(cta.problem.group) + g;
-      for (int q_tile = cta.work().q_tile_end - 1; q_tile >= cta.work().q_tile_begin; --q_tile) {
-        const int row = (packed ? cta.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta.work().batch;
-        const bool first = g == 0 && q_tile == cta.work().q_tile_end - 1;
-        if (first && is_first_work_tile()) load_k(true);
-        const int at = q_pipe.stage(), dout_stage = dout_pipe.stage();
-        mbarrier_wait(q_empty(at), q_pipe.phase() ^ 1);
-        if (elect_one()) {
-          mbarrier_arrive_expect_tx(q_full(at), C::kQBytes + C::kStatBytes);
-          cta.template load_tile<C::kTileQ>(smem_q(at), cta.params.q_map, q_full(at), row, head_q, batch, kEvictLast);
-        }
-        if (first) {
-          load_v(true);
-          pdl_wait();
-        }
-        if (elect_one())
-          tma_load_4d(smem_lse(at), &cta.params.lse_map, q_full(at), 0, cta.workspace_q_tile(head_q) + q_tile, 0, 0,
-                      kEvictFirst);
-        mbarrier_wait(dout_empty(dout_stage), dout_pipe.phase() ^ 1);
-        if (elect_one()) {
-          mbarrier_arrive_expect_tx(dout_full(dout_stage), C::kDoutBytes + C::kStatBytes);
-          cta.template load_tile<C::kTileQ, C::kAtomsV>(smem_dout(dout_stage), cta.params.dout_map, dout_full(dout_stage), row,
-                                                        head_q, batch, kEvictLast);
-          tma_load_4d(smem_delta(dout_stage), &cta.params.delta_map, dout_full(dout_stage), 0,
-                      cta.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
-        }
-        if (first) {
-          if (!is_first_work_tile()) load_k(true);
-          load_peer_k(true);
-        }
-        q_pipe.advance();
-        dout_pipe.advance();
+    bool first = true;
+    cta.for_each_q_tile([&](int head_q, int q_tile, [[maybe_unused]] uint32_t cell_codes) {
+      const int row = (packed ? cta.work().q_start : 0) + q_tile * C::kTileQ, batch = packed ? 0 : cta.work().batch;
+      if (first && is_first_work_tile()) load_k(true);
+      const int at = q_pipe.stage(), dout_stage = dout_pipe.stage();
+      mbarrier_wait(q_empty(at), q_pipe.phase() ^ 1);
+      if (elect_one()) {
+        if constexpr (C::kHasDataMask)
+          cta.masked_tiles().visited[q_pipe.count % BackwardMaskedTiles::kVisited] = {q_tile, head_q, cell_codes};
+        mbarrier_arrive_expect_tx(q_full(at), C::kQBytes + C::kStatBytes);
+        cta.template load_tile<C::kTileQ>(smem_q(at), cta.params.q_map, q_full(at), row, head_q, batch, kEvictLast);
       }
-    }
+      if (first) {
+        load_v(true);
+        pdl_wait();
+      }
+      if (elect_one())
+        tma_load_4d(smem_lse(at), &cta.params.lse_map, q_full(at), 0, cta.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
+      mbarrier_wait(dout_empty(dout_stage), dout_pipe.phase() ^ 1);
+      if (elect_one()) {
+        mbarrier_arrive_expect_tx(dout_full(dout_stage), C::kDoutBytes + C::kStatBytes);
+        cta.template load_tile<C::kTileQ, C::kAtomsV>(smem_dout(dout_stage), cta.params.dout_map, dout_full(dout_stage), row,
+                                                      head_q, batch, kEvictLast);
+        tma_load_4d(smem_delta(dout_stage), &cta.params.delta_map, dout_full(dout_stage), 0,
+                    cta.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
+      }
+      if (first) {
+        if (!is_first_work_tile()) load_k(true);
+        load_peer_k(true);
+      }
+      first = false;
+      q_pipe.advance();
+      dout_pipe.advance();
+    });
   }
 
   // Loads K, V or the half of the peer's K when those of the previous work tile are no longer used; with any = false it only
@@ -284,7 +287,7 @@ struct ClusterCta {
   }
 
   // Of the scheduler warp: describes work tile `work_index` when the one two before it has been released. Returns false behind
-  // the last one. count: Q tiles of all work tiles up to its end.
+  // the last one. count: Q tiles of all work tiles up to its end, with masks as data those that are visible.
   __device__ __forceinline__ bool schedule(int work_index, int &count) const {
     mbarrier_wait(work_empty(work_index & 1), work_index >> 1 & 1 ^ 1);
     const int index = work_index > 0 ? take_next(work_index) : static_cast<int>(blockIdx.x) / 2;
@@ -294,14 +297,26 @@ struct ClusterCta {
       next.work_index = work_index;
       if (more) {
         cta.describe_work_tile(index, next);
-        count += (next.q_tile_end - next.q_tile_begin) * static_cast<int>(cta.problem.group);
+        if (!C::kHasDataMask) count += (next.q_tile_end - next.q_tile_begin) * static_cast<int>(cta.problem.group);
         next.q_tiles_end = count;
       } else {
         next.batch = -1;
       }
-      mbarrier_arrive(work_full(work_index & 1));
+      if (!C::kHasDataMask) mbarrier_arrive(work_full(work_index & 1));
     }
     __syncwarp();
+    if constexpr (C::kHasDataMask) {
+      WorkTile &next = cta.work_tiles[work_index & 1];
+      const int visible = more ? cta.count_visible_q_tiles(next) : 0;
+      count += visible;
+      if (cta.lane == 0) {
+        cta.masked_tiles().visible[work_index & 1] = visible;
+        next.q_tiles_end = count;
+        if (visible == 0) next.q_tile_begin = next.q_tile_end = 0;
+        mbarrier_arrive(work_full(work_index & 1));
+      }
+      __syncwarp();
+    }
     return more;
   }
   // The number of the next work tile. CTA 0 takes it from the counter when all loads of the current one have been issued, and

@@ -30,9 +30,10 @@ struct PExchange {
     return smem_p() + (j * 128 + cluster.cta.warp * 32 + cluster.cta.lane) * 16;
   }
 
-  // Stores P of iteration n for the other warpgroup, in fp32.
-  __device__ __forceinline__ void store_p(const float (&p)[C::kTileQ / 2], int n) const {
+  // Stores P of iteration n for the other warpgroup, in fp32. `shown`: for mixtures, ShownPairs of this thread.
+  __device__ __forceinline__ void store_p(const float (&p)[C::kTileQ / 2], int n, [[maybe_unused]] uint32_t shown = 0) const {
     mbarrier_wait(p_empty(), (n & 1) ^ 1);
+    if constexpr (C::kMixtures) st_shared_4(smem_shown(), shown);
 #pragma unroll
     for (int j = 0; j < C::kTileQ / 8; ++j) {
       st_shared_16(p_address(j), __float_as_uint(p[4 * j]), __float_as_uint(p[4 * j + 1]), __float_as_uint(p[4 * j + 2]),
@@ -40,17 +41,26 @@ struct PExchange {
     }
     mbarrier_arrive(p_full());
   }
-  // dS^T = P^T (dP^T - delta) of iteration n, in place of dP^T, with that P.
-  __device__ __forceinline__ void compute_ds(float (&dp)[C::kTileQ / 2], int n) const {
+  // dS^T = P^T (dP^T - delta) of iteration n, in place of dP^T, with that P. Returns what store_p() was given as `shown`.
+  __device__ __forceinline__ uint32_t compute_ds(float (&dp)[C::kTileQ / 2], int n) const {
+    const auto p_of = [&](int j) {
+      const uint4 p = ld_shared_16(p_address(j));
+      return float4{__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(p.z), __uint_as_float(p.w)};
+    };
+    const auto delta_of = [&](int j) { return cluster.cta.row_stat(cluster.smem_delta(0), j); };
+    uint32_t shown = ~0u;
     mbarrier_wait(p_full(), n & 1);
-    cluster.cta.compute_ds(
-        dp,
-        [&](int j) {
-          const uint4 p = ld_shared_16(p_address(j));
-          return float4{__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(p.z), __uint_as_float(p.w)};
-        },
-        [&](int j) { return cluster.cta.row_stat(cluster.smem_delta(0), j); });
+    if constexpr (C::kMixtures) {
+      cluster.cta.compute_ds_dropped(dp, p_of, delta_of, cluster.cta.params.keep_scale);
+      shown = ld_shared_4(smem_shown());
+    } else {
+      cluster.cta.compute_ds(dp, p_of, delta_of);
+    }
     mbarrier_arrive(p_empty());
+    return shown;
+  }
+  __device__ __forceinline__ uint32_t smem_shown() const {
+    return cluster.cta.at(offsetof(Storage, shown), cluster.cta.warp * 32 + cluster.cta.lane, 4);
   }
 
   // Stores this warp's 16 keys of dS^T for this CTA and sends them to the peer. For a partial Q tile the peer also gets the
@@ -125,8 +135,8 @@ struct PExchange {
   // No barrier gets ahead of a warp that waits for it: dq_may_add of a Q tile is signalled only when the second warp has seen
   // dq_added of the one before. n: Q tiles before this work tile.
   __device__ __forceinline__ void wait_dq_order(int &n) const {
-    for_each_q_tile(n, [&](int32_t *counter, int q_tile) {
-      const int position = cluster.cta.dq_order_position(q_tile);
+    for_each_q_tile(n, [&](int32_t *counter, int q_tile, int head_q) {
+      const int position = cluster.cta.params.ordered ? cluster.cta.dq_order_position(q_tile, head_q) : 0;
       while (cluster.cta.params.ordered && load_relaxed(counter) != position) {
       }
       if (n > 0) mbarrier_wait(dq_added_seen(), (n - 1) & 1);
@@ -134,7 +144,7 @@ struct PExchange {
     });
   }
   __device__ __forceinline__ void advance_dq_order(int &n) const {
-    for_each_q_tile(n, [&](int32_t *counter, int) {
+    for_each_q_tile(n, [&](int32_t *counter, int, int) {
       mbarrier_wait(dq_added(), n & 1);
       mbarrier_arrive_if(cluster.cta.lane == 0, dq_added_seen());
       if (cluster.cta.params.ordered && cluster.cta.lane == 0) count_released(counter);
@@ -147,15 +157,26 @@ struct PExchange {
     mbarrier_arrive_if(any && cluster.cta.lane == 0, dq_added());
   }
 
-  // Calls f(counter, q_tile) for every Q tile of the main loop and counts them.
+  // Calls f(counter, q_tile, head_q) for every Q tile of the main loop and counts them. Without masks as data head_q is not used.
   template <typename F>
   __device__ __forceinline__ void for_each_q_tile(int &n, F f) const {
-    for (int g = 0; g < static_cast<int>(cluster.cta.problem.group); ++g) {
-      const int first =
-          cluster.cta.workspace_q_tile(cluster.cta.work().head_k * static_cast<int>(cluster.cta.problem.group) + g);
-      for (int q_tile = cluster.cta.work().q_tile_end - 1; q_tile >= cluster.cta.work().q_tile_begin; --q_tile, ++n)
-        f(cluster.cta.params.dq_semaphore + (first + q_tile) * C::kDqPartials + cluster.rank, q_tile);
+    if constexpr (C::kHasDataMask) {
+      cluster.cta.for_each_q_tile([&](int head_q, int q_tile, uint32_t) {
+        f(order_counter(cluster.cta.workspace_q_tile(head_q) + q_tile), q_tile, head_q);
+        ++n;
+      });
+    } else {
+      for (int g = 0; g < static_cast<int>(cluster.cta.problem.group); ++g) {
+        const int first =
+            cluster.cta.workspace_q_tile(cluster.cta.work().head_k * static_cast<int>(cluster.cta.problem.group) + g);
+        for (int q_tile = cluster.cta.work().q_tile_end - 1; q_tile >= cluster.cta.work().q_tile_begin; --q_tile, ++n)
+          f(order_counter(first + q_tile), q_tile, 0);
+      }
     }
+  }
+  // Of this CTA's part of dq of a Q tile, number `index` in the workspace.
+  __device__ __forceinline__ int32_t *order_counter(int index) const {
+    return cluster.cta.params.dq_semaphore + index * C::kDqPartials + cluster.rank;
   }
 
   ClusterCta<C> cluster;

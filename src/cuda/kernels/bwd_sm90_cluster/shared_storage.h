@@ -49,7 +49,7 @@ struct OneTileClusterStorage {
 };
 
 // A persistent cluster.
-template <class Cluster>
+template <class Cluster, ScoreSet kScores>
 struct PersistentClusterStorage {
   Cluster cluster;
   Mbarrier peer_k_full, k_empty, v_empty;
@@ -58,6 +58,9 @@ struct PersistentClusterStorage {
   Mbarrier work_full[2], work_empty[2];
   alignas(16) int32_t next_index;
   alignas(16) WorkTile work_tiles[2];
+  std::conditional_t<(kScores & kDataMask) != 0, BackwardMaskedTiles, NoBackwardMaskedTiles> masked_tiles;
+  alignas(16) std::conditional_t<(kScores & kDropout) != 0, DropoutStorage, NoDropout> dropout_key;
+  std::conditional_t<takes_mixtures(kScores), BackwardShownPairs<1>, NoBackwardShownPairs> shown;
 };
 
 }  // namespace fa::cuda::sm90
