@@ -91,7 +91,7 @@ TEST_P(Score, WithTerms) {
 // to the next.
 TEST_P(Score, ManyWorkTiles) {
   if (!backend().runs_score_text()) GTEST_SKIP() << "work tiles of CUDA kernels";
-  for (const int64_t head_dim : {64, 128}) {
+  for (const int64_t head_dim : {64, 128, 256}) {
     Case c = grouped_case("many work tiles", FA_BFLOAT16, 200, 70);
     c.batch = 5;
     c.heads_q = c.heads_k = 32;

@@ -6,6 +6,7 @@
 #include <cstdlib>
 
 #include "cuda/common/score_text.h"
+#include "cuda/kernels/bwd_sm90/backward_table.h"
 
 namespace fa::cuda {
 namespace {
@@ -36,6 +37,21 @@ extern "C" __global__ void __launch_bounds__(Config::kThreads, 1)
     score_text_kernel(const __grid_constant__ ScoreTextParams<BackwardParams> a) {
   extern __shared__ __align__(1024) char shared[];
   Backward<Config>(a.params, shared).run();
+}
+}
+)";
+
+constexpr const char *kHopperClusterBackward = R"(
+#include "cuda/kernels/bwd_sm90_cluster/backward_p_smem_persistent.cuh"
+namespace fa::cuda::sm90 {
+constexpr BackwardShape kShape = kBackwardShapes[FA_SHAPE];
+using Config = PersistentClusterConfig<ClusterConfig<FA_ELEMENT, kShape.head_dim, kShape.head_dim_v, kShape.rows, kShape.stages,
+                                                     kShape.dout_stages, true, with_score_text(kShape.scores), kShape.ordered>>;
+static_assert(sizeof(Config::Storage) <= kShape.shared_bytes());
+extern "C" __global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(Config::kThreads, 1)
+    score_text_kernel(const __grid_constant__ ScoreTextParams<BackwardParams> a) {
+  extern __shared__ __align__(1024) char shared[];
+  BackwardPSmemPersistent<Config>(a.params, shared).run();
 }
 }
 )";
@@ -115,6 +131,7 @@ const char *kernel_source(const ScoreProgram &p) {
   if (p.kernel == ScoreProgram::Kernel::cell_map) return kCellMap;
   if (p.kernel == ScoreProgram::Kernel::dbias) return kCudaCoreBias;
   const bool forward = p.pass == Pass::forward;
+  if (p.family == Family::sm90 && !forward && sm90::kBackwardShapes[p.shape].blocks() > 1) return kHopperClusterBackward;
   if (p.family == Family::sm90) return forward ? kHopperForward : kHopperBackward;
   if (p.family == Family::sm80) return forward ? kTensorCoreForward : kTensorCoreBackward;
   return forward ? kCudaCoreForward : kCudaCoreBackward;

@@ -214,8 +214,8 @@ def masks(quick: bool) -> List[Case]:
 def score(quick: bool) -> List[Case]:
     rows = []
     for direction in ("forward", "backward"):
-        for d in (128,) if quick else (64, 128):
-            for option in SCORES:
+        for d in (128,) if quick else (64, 128, 256):
+            for option in SCORES if d <= 128 else ("score softcap", "score alibi", "score documents"):
                 if option == "score documents":
                     rows.append(square("score", direction, d, False, 32768, option=option))
                 else:

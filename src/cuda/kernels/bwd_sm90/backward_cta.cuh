@@ -501,6 +501,12 @@ struct BackwardCta {
     for_each_ds(dp, p, delta,
                 [&](float p, float dp, float delta) { return fabsf(p) * fmaf(dp, p < 0.f ? 0.f : keep_scale, -delta); });
   }
+  // For scores in which any pair may be hidden: dS where P tells that the pair is visible, -0 where it is masked.
+  template <int kCount, typename P, typename Delta>
+  static __device__ __forceinline__ void compute_visible_ds(float (&dp)[kCount], P p, Delta delta) {
+    for_each_ds(dp, p, delta,
+                [&](float p, float dp, float delta) { return is_masked_p(p) ? kMaskedP : fmaf(p, dp - delta, 0.f); });
+  }
   // Masks dS: -0 for masked pairs, +0 for visible zeros.
   template <int kCount>
   __device__ __forceinline__ void mask_ds(float (&ds)[kCount], int first_key, int first_row) const {

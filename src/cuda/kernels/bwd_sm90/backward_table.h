@@ -42,6 +42,7 @@ struct BackwardShape {
   constexpr bool scored() const { return scores != kPlain; }
   // Whether a kernel with a score text can be made of it, at run time.
   constexpr bool takes_score_text() const {
+    if (design == Design::cluster_p_smem_persistent) return scores != kPlain;
     return design == Design::single_cta && nan_safe && !takes_mixtures(scores) &&
            ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
   }

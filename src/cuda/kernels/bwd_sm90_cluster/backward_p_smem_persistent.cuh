@@ -169,12 +169,18 @@ class BackwardPSmemPersistent {
   __device__ __forceinline__ bool has_bias() const { return cta().problem.bias.data != nullptr; }
   __device__ __forceinline__ bool drops() const { return cta().problem.dropout.threshold > 0; }
   __device__ __forceinline__ uint32_t smem_dropout_key() const { return cta().at(offsetof(typename C::Storage, dropout_key)); }
-  // Whether pairs of a Q tile may be masked: the same in both CTAs.
-  __device__ __forceinline__ bool is_partial(int q_tile, [[maybe_unused]] int n) const {
-    if constexpr (C::kMixtures)
-      return cluster().is_partial(q_tile) || has_bias() ||
-             cta().visited(n, &VisitedQTile::cell_codes) != VisitedQTile::kAllCellsFull;
-    return cluster().is_partial(q_tile);
+  // Whether pairs of a Q tile may be masked: by bands, lengths and masks as data, or in any way. Both CTAs get the same answer.
+  __device__ __forceinline__ bool is_partial_by_masks(int q_tile, [[maybe_unused]] int n) const {
+    bool partial = cluster().is_partial(q_tile);
+    if constexpr (C::kHasDataMask)
+      partial |= cta().visited(n, &VisitedQTile::cell_codes) != VisitedQTile::kAllCellsFull;
+    return partial;
+  }
+  __device__ __forceinline__ bool is_partial(int q_tile, int n) const {
+    bool partial = is_partial_by_masks(q_tile, n);
+    if constexpr (C::kMixtures) partial |= has_bias();
+    if constexpr (C::kHasScoreText) partial |= ScoreText::kScores;
+    return partial;
   }
 
   // n: iterations of all work tiles before.
@@ -215,6 +221,12 @@ class BackwardPSmemPersistent {
           terms.shown.for_hidden(0, [&](int at) { cta().mask_element(p16, s, at); });
         }
         exchange_.store_p(s, n, terms.shown.word[0]);
+      } else if constexpr (C::kHasScoreText) {
+        if constexpr (C::kHasDataMask) head_q = cta().visited(n, &VisitedQTile::head_q);
+        cta().exponentiate_text(p16, s, cluster().smem_lse(stage), head_q, cluster().first_key(), q_tile * C::kTileQ,
+                                is_partial_by_masks(q_tile, n));
+        if (partial) cta().mask_p(p16, s, cluster().first_key(), q_tile * C::kTileQ);
+        exchange_.store_p(s, n);
       } else {
         cta().exponentiate(p16, s, cluster().smem_lse(stage), cluster().first_key(), q_tile * C::kTileQ,
                            cta().head_terms(head_q));
@@ -399,7 +411,7 @@ class BackwardPSmemPersistent {
         [[maybe_unused]] const ShownPairs<C::kTileQ> shown{{exchange_.compute_ds(dp, n)}};
         __syncwarp();
         mbarrier_arrive_if(cta().lane == 0, cluster().dout_empty(0));
-        if (nan_safe) {
+        if (!C::kHasScoreText && nan_safe) {
           cta().mask_ds(dp, cluster().first_key(), q_tile * C::kTileQ);
           if constexpr (C::kMixtures) shown.for_hidden(0, [&](int at) { dp[at] = kMaskedP; });
         }

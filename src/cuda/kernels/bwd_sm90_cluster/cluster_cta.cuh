@@ -46,6 +46,7 @@ struct ClusterConfig {
   static constexpr bool kPThroughSmem = kPThroughSmem_, kScored = kScores != kPlain, kOrdered = kOrdered_,
                         kLaneFromShuffle = false;
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0, kHasDropout = (kScores & kDropout) != 0;
+  static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
   static constexpr bool kMixtures = takes_mixtures(kScores);  // which terms the problem has is known at run time
   static constexpr bool kPersistent = false, kRotates = false, kConvertsEarly = kScored;
   static constexpr int kThreads = 384, kTileKv = 128, kAtoms = kD / 64, kAtomsV = kDv / 64;

@@ -53,6 +53,8 @@ struct PExchange {
     if constexpr (C::kMixtures) {
       cluster.cta.compute_ds_dropped(dp, p_of, delta_of, cluster.cta.params.keep_scale);
       shown = ld_shared_4(smem_shown());
+    } else if constexpr (C::kHasScoreText) {
+      cluster.cta.compute_visible_ds(dp, p_of, delta_of);
     } else {
       cluster.cta.compute_ds(dp, p_of, delta_of);
     }
