@@ -184,23 +184,28 @@ class Backward : ProducerWarps<C> {
   __device__ __forceinline__ void start_dp(int part) {
     start_s<C::kDpQueries>(dp_, smem_v(), smem_dout(stage_) + part * 64 * 128);
   }
-  // dq = dS K, or dq^T = K^T dS^T: this warpgroup's partial. `wg1_keys`: byte offset of the keys that the second half of dS is multiplied by.
-  __device__ __forceinline__ void start_dq(uint32_t ds, int wg1_keys = C::kTileKv / 2 * 128) {
+  // dq = dS K, or dq^T = K^T dS^T: this warpgroup's partial. `wg0_keys`, `wg1_keys`: byte offsets of the 64 keys that dS of the two consumer warpgroups
+  // is multiplied by.
+  static constexpr int kWg1Keys = C::kTileKv / 2 * 128;
+  __device__ __forceinline__ void start_dq(uint32_t ds, int wg0_keys = 0, int wg1_keys = kWg1Keys) {
     const uint64_t k = descriptor_mn_major_uniform<C::kTileKv>(dq_k_operand());
     constexpr int kSteps = C::kTileKv / 16;
+    // By a product: of a selection ptxas makes six instructions more.
+    const auto key_offset = [&](int n) {
+      return n / (kSteps / 2) * wg1_keys + (n < kSteps / 2 ? wg0_keys : 0) + n % (kSteps / 2) * 2048;
+    };
     if constexpr (C::kDqTransposed) {
       const uint64_t b = descriptor_k_major_uniform(ds);
 #pragma unroll
       for (int n = 0; n < kSteps; ++n) {
-        Wgmma<Element, C::kTileQ>::ss_mn_k(dq_, advance_descriptor(k, n / (kSteps / 2) * wg1_keys + n % (kSteps / 2) * 2048),
+        Wgmma<Element, C::kTileQ>::ss_mn_k(dq_, advance_descriptor(k, key_offset(n)),
                                            advance_descriptor(b, n / 4 * C::kTileQ * 128 + n % 4 * 32), n != 0);
       }
     } else {
       const uint64_t a = descriptor_mn_major_uniform<C::kTileKv>(dq_ds_operand(ds));
 #pragma unroll
       for (int n = 0; n < kSteps; ++n) {
-        Wgmma<Element, C::kDqColumns>::ss_mn_mn(dq_, advance_descriptor(a, n * 2048),
-                                                advance_descriptor(k, n / (kSteps / 2) * wg1_keys + n % (kSteps / 2) * 2048),
+        Wgmma<Element, C::kDqColumns>::ss_mn_mn(dq_, advance_descriptor(a, n * 2048), advance_descriptor(k, key_offset(n)),
                                                 n != 0);
       }
     }
@@ -245,7 +250,11 @@ class Backward : ProducerWarps<C> {
             if constexpr (Base::kPipelineCounts) q_pipe.count = static_cast<uint32_t>(n);
             stage_ = uniform(q_pipe.stage());
             ds_stage_ = uniform(n & 1);
-            iteration(q_pipe.phase(), n, 0);
+            if (kSkipsEmptyCells && sees_nothing(q_pipe.phase(), n)) {
+              skip_q_tile(q_pipe.phase(), n);
+            } else {
+              iteration(q_pipe.phase(), n, 0);
+            }
             ++n;
             q_pipe.advance();
             has_prev_ = true;
@@ -588,7 +597,7 @@ class Backward : ProducerWarps<C> {
     }
     if constexpr (C::kDpParts == 1 && C::kNanSafe) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
     wgmma_fence();
-    start_dq(smem_ds(ds_stage_ ^ 1));
+    start_dq_after_skips(smem_ds(ds_stage_ ^ 1), n - 1, false);
     if constexpr (C::kDpParts == 1) {
       cta_.template start_gradient<kEarlyDkSteps, C::kTileQ / 16 - kEarlyDkSteps>(dk_, ds16_[0], smem_q(stage_), kEarlyDkSteps);
     } else {
@@ -620,6 +629,26 @@ class Backward : ProducerWarps<C> {
     }
   }
 
+  // With masks as data: where a warpgroup sees no cell of a Q tile that the other one sees, it skips the Q tile. Kernels for mixtures have no register for
+  // that.
+  static constexpr bool kSkipsEmptyCells = C::kHasDataMask && !C::kMixtures;
+  static constexpr uint32_t kCellCodes = (1u << 2 * (C::kTileQ / kCell)) - 1;  // of a warpgroup
+  __device__ __forceinline__ bool sees_nothing(uint32_t parity, int n) const {
+    mbarrier_wait(q_full(stage_), parity);
+    return (visited(n, &VisitedQTile::cell_codes) >> 2 * (C::kTileQ / kCell) * wg_ & kCellCodes) == 0;
+  }
+  // start_dq() of iteration n. dS of a warpgroup that has skipped the Q tile is zero. It is multiplied by the keys of the other one: its own may have NaN
+  // or Inf, which nobody has looked for.
+  __device__ __forceinline__ void start_dq_after_skips(uint32_t ds, [[maybe_unused]] int n, bool wg1_skipped) {
+    if constexpr (kSkipsEmptyCells) {
+      const uint32_t codes = visited(n, &VisitedQTile::cell_codes);
+      start_dq(ds, (codes & kCellCodes) == 0 ? kWg1Keys : 0,
+               (codes >> 2 * (C::kTileQ / kCell) & kCellCodes) == 0 ? 0 : kWg1Keys);
+    } else {
+      start_dq(ds, 0, wg1_skipped ? 0 : kWg1Keys);
+    }
+  }
+
   // Iteration n of a Q tile of which this warpgroup sees nothing: dq of the previous Q tile, and dS as if all pairs were
   // masked.
   __device__ __forceinline__ void skip_q_tile(uint32_t parity, int n) {
@@ -632,10 +661,13 @@ class Backward : ProducerWarps<C> {
     if (has_prev_) finish_dq(n, false);
     mbarrier_wait(ds_empty(ds_stage_), n >> 1 & 1 ^ 1);
 #pragma unroll
-    for (auto &a : ds16_[0])
+    for (int part = 0; part < C::kDpParts; ++part) {
 #pragma unroll
-      for (uint32_t &x : a) x = kMaskedPBits | kMaskedPBits << 16;
-    store_ds(smem_ds(ds_stage_), 0);
+      for (auto &a : ds16_[part])
+#pragma unroll
+        for (uint32_t &x : a) x = kMaskedPBits | kMaskedPBits << 16;
+      store_ds(smem_ds(ds_stage_), part);
+    }
     mbarrier_arrive_if(cta_.lane == 0, q_empty(stage_));
     mbarrier_arrive_if(cta_.lane == 0, dout_empty(stage_));
   }
@@ -651,7 +683,7 @@ class Backward : ProducerWarps<C> {
     } else {
       fence_operand(dq_);
       wgmma_fence();
-      start_dq(ds, wg1_skipped ? 0 : C::kTileKv / 2 * 128);
+      start_dq_after_skips(ds, q_tiles - 1, wg1_skipped);
       wgmma_wait<0>();
       fence_operand(dq_);
     }
