@@ -173,6 +173,34 @@ TEST(CudaPlanHopper, CausalAlibi) {
   EXPECT_EQ(kernel([](MaskedProblem &p) { p.head_dim = p.head_dim_v = 192; }), "d256g");
 }
 
+// Blocks of 64 keys, of which the two warpgroups of a work tile may see different ones.
+TEST(CudaPlanHopper, BackwardOfNarrowBlocks) {
+  const auto kernel = [](int64_t head_dim, int64_t seqlen, int64_t size, bool listed = false) {
+    MaskedProblem p = problem(seqlen, seqlen, head_dim);
+    if (listed) {
+      set_block_lists(p);
+      p.block_lists.size_k = size;
+    } else {
+      set_block_mask(p, size);
+    }
+    const BackwardPlan plan = backward_plan(backward_of(p), h200());
+    // A second pass, for NaN, is that of a kernel with the path.
+    EXPECT_TRUE(sm90::kBackwardShapes[plan.shape].nan_safe || sm90::kBackwardShapes[plan.nan_safe_shape].nan_safe);
+    return std::string(kernel_of(plan).name);
+  };
+  for (const bool listed : {false, true}) {
+    for (const int64_t size : {16, 64, 192}) {
+      EXPECT_EQ(kernel(64, 4096, size, listed), "d64b64") << size;
+      EXPECT_EQ(kernel(128, 4096, size, listed), "d128b64n") << size;
+    }
+    for (const int64_t size : {128, 256}) {
+      EXPECT_EQ(kernel(64, 4096, size, listed), "d64b") << size;
+      EXPECT_EQ(kernel(128, 4096, size, listed), "d128bn") << size;
+    }
+  }
+  EXPECT_EQ(kernel(128, 500, 64), "d128b") << "too small for a second pass";
+}
+
 // Mixtures of score terms, and biases that the kernels for a bias alone do not take.
 TEST(CudaPlanHopper, Mixtures) {
   struct Mixture {

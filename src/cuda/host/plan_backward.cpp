@@ -84,6 +84,12 @@ bool shows_all_pairs(const MaskedProblem &p) {
          p.k_lengths.used == nullptr && p.seqstart_k == nullptr && !p.masked_by_data();
 }
 
+// Whether a mask has blocks of keys narrower than a work tile of two warpgroups, which may then see different queries.
+bool has_narrow_blocks(const MaskedProblem &p) {
+  return (p.block_mask.data != nullptr && p.block_mask.size_k % 128 != 0) ||
+         (p.block_lists.given && p.block_lists.size_k % 128 != 0);
+}
+
 // In deterministic mode work tiles of a head that start at the same time wait for one another in a chain. With more keys than these they add in cyclic
 // order (cyclic_order.h) where all main loops are alike. That needs a second sum for dq, which costs more than a short chain.
 constexpr int64_t kMostInChain = 2048;
@@ -179,6 +185,7 @@ fa_status plan_backward_sm90(const BackwardProblem &b, const Needs &needs, const
     const sm90::BackwardShape &shape = sm90::kBackwardShapes[kernel.shape];
     // Kernels for wide heads would compute mostly with columns that are not there.
     if (shape.head_dim > 128 && 2 * std::max(p.head_dim, p.head_dim_v) <= shape.head_dim) return false;
+    if (shape.skips_cells && !has_narrow_blocks(b.forward)) return false;
     return p.k_lengths.max_len <= shape.longest() && can_run(kernel, needs, device);
   };
   const auto row = std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) {

@@ -184,28 +184,23 @@ class Backward : ProducerWarps<C> {
   __device__ __forceinline__ void start_dp(int part) {
     start_s<C::kDpQueries>(dp_, smem_v(), smem_dout(stage_) + part * 64 * 128);
   }
-  // dq = dS K, or dq^T = K^T dS^T: this warpgroup's partial. `wg0_keys`, `wg1_keys`: byte offsets of the 64 keys that dS of the two consumer warpgroups
-  // is multiplied by.
-  static constexpr int kWg1Keys = C::kTileKv / 2 * 128;
-  __device__ __forceinline__ void start_dq(uint32_t ds, int wg0_keys = 0, int wg1_keys = kWg1Keys) {
+  // dq = dS K, or dq^T = K^T dS^T: this warpgroup's partial. `wg1_keys`: byte offset of the keys that the second half of dS is multiplied by.
+  __device__ __forceinline__ void start_dq(uint32_t ds, int wg1_keys = C::kTileKv / 2 * 128) {
     const uint64_t k = descriptor_mn_major_uniform<C::kTileKv>(dq_k_operand());
     constexpr int kSteps = C::kTileKv / 16;
-    // By a product: of a selection ptxas makes six instructions more.
-    const auto key_offset = [&](int n) {
-      return n / (kSteps / 2) * wg1_keys + (n < kSteps / 2 ? wg0_keys : 0) + n % (kSteps / 2) * 2048;
-    };
     if constexpr (C::kDqTransposed) {
       const uint64_t b = descriptor_k_major_uniform(ds);
 #pragma unroll
       for (int n = 0; n < kSteps; ++n) {
-        Wgmma<Element, C::kTileQ>::ss_mn_k(dq_, advance_descriptor(k, key_offset(n)),
+        Wgmma<Element, C::kTileQ>::ss_mn_k(dq_, advance_descriptor(k, n / (kSteps / 2) * wg1_keys + n % (kSteps / 2) * 2048),
                                            advance_descriptor(b, n / 4 * C::kTileQ * 128 + n % 4 * 32), n != 0);
       }
     } else {
       const uint64_t a = descriptor_mn_major_uniform<C::kTileKv>(dq_ds_operand(ds));
 #pragma unroll
       for (int n = 0; n < kSteps; ++n) {
-        Wgmma<Element, C::kDqColumns>::ss_mn_mn(dq_, advance_descriptor(a, n * 2048), advance_descriptor(k, key_offset(n)),
+        Wgmma<Element, C::kDqColumns>::ss_mn_mn(dq_, advance_descriptor(a, n * 2048),
+                                                advance_descriptor(k, n / (kSteps / 2) * wg1_keys + n % (kSteps / 2) * 2048),
                                                 n != 0);
       }
     }
@@ -250,10 +245,12 @@ class Backward : ProducerWarps<C> {
             if constexpr (Base::kPipelineCounts) q_pipe.count = static_cast<uint32_t>(n);
             stage_ = uniform(q_pipe.stage());
             ds_stage_ = uniform(n & 1);
-            if (kSkipsEmptyCells && sees_nothing(q_pipe.phase(), n)) {
+            mbarrier_wait(q_full(stage_), q_pipe.phase());
+            const uint32_t codes = visited(n, &VisitedQTile::cell_codes);
+            if (C::kSkipsCells && sees_nothing(codes)) {
               skip_q_tile(q_pipe.phase(), n);
             } else {
-              iteration(q_pipe.phase(), n, 0);
+              iteration(q_pipe.phase(), n, 0, codes);
             }
             ++n;
             q_pipe.advance();
@@ -264,7 +261,7 @@ class Backward : ProducerWarps<C> {
           do {
             stage_ = uniform(q_pipe.stage());
             ds_stage_ = uniform(n & 1);
-            iteration(q_pipe.phase(), n, q_tile);
+            iteration(q_pipe.phase(), n, q_tile, VisitedQTile::kAllCellsFull);
             ++n;
             q_pipe.advance();
             if (--q_tile < cta_.work().q_tile_begin) {
@@ -383,8 +380,8 @@ class Backward : ProducerWarps<C> {
   }
 
   // One iteration: everything for Q tile `q_tile` but its dq, and dq of the previous Q tile. n counts the iterations of all
-  // work tiles.
-  __device__ __forceinline__ void iteration(uint32_t parity, int n, int q_tile) {
+  // work tiles. `codes`: VisitedQTile::cell_codes.
+  __device__ __forceinline__ void iteration(uint32_t parity, int n, int q_tile, [[maybe_unused]] uint32_t codes) {
     // Before S = Q K^T is started there are registers for it; the other warpgroup's wgmmas run meanwhile.
     DroppedPairs<C::kTileQ> dropped;
     if constexpr (C::kHasDropout && !C::kMixtures) {
@@ -398,8 +395,6 @@ class Backward : ProducerWarps<C> {
     ShownPairs<C::kTileQ> shown;
     [[maybe_unused]] bool map_partial = false;  // masks as data may mask a pair
     if constexpr (C::kHasDataMask) {
-      mbarrier_wait(q_full(stage_), parity);
-      const uint32_t codes = visited(n, &VisitedQTile::cell_codes);
       q_tile = visited(n, &VisitedQTile::q_tile);
       if (C::kHasScoreText) {  // text.visible() tells of pairs, below
         map_partial = codes != VisitedQTile::kAllCellsFull;
@@ -597,7 +592,7 @@ class Backward : ProducerWarps<C> {
     }
     if constexpr (C::kDpParts == 1 && C::kNanSafe) nan_safe_prev = any_nan_safe(ds_stage_ ^ 1);
     wgmma_fence();
-    start_dq_after_skips(smem_ds(ds_stage_ ^ 1), n - 1, false);
+    start_dq(smem_ds(ds_stage_ ^ 1));
     if constexpr (C::kDpParts == 1) {
       cta_.template start_gradient<kEarlyDkSteps, C::kTileQ / 16 - kEarlyDkSteps>(dk_, ds16_[0], smem_q(stage_), kEarlyDkSteps);
     } else {
@@ -629,24 +624,21 @@ class Backward : ProducerWarps<C> {
     }
   }
 
-  // With masks as data: where a warpgroup sees no cell of a Q tile that the other one sees, it skips the Q tile. Kernels for mixtures have no register for
-  // that.
-  static constexpr bool kSkipsEmptyCells = C::kHasDataMask && !C::kMixtures;
-  static constexpr uint32_t kCellCodes = (1u << 2 * (C::kTileQ / kCell)) - 1;  // of a warpgroup
-  __device__ __forceinline__ bool sees_nothing(uint32_t parity, int n) const {
-    mbarrier_wait(q_full(stage_), parity);
-    return (visited(n, &VisitedQTile::cell_codes) >> 2 * (C::kTileQ / kCell) * wg_ & kCellCodes) == 0;
+  // Whether this warpgroup may skip a Q tile: it sees no cell of it. Its dS is zero then, and dq still multiplies it by its keys. Where these have NaN or Inf
+  // it does not skip: a Q tile with masked pairs takes care of them.
+  __device__ __forceinline__ bool sees_nothing(uint32_t codes) const {
+    constexpr uint32_t kOwnCodes = (1u << 2 * (C::kTileQ / kCell)) - 1;
+    return (codes >> 2 * (C::kTileQ / kCell) * wg_ & kOwnCodes) == 0 && !named_barrier_or(1 + wg_, 128, any_key_nonfinite());
   }
-  // start_dq() of iteration n. dS of a warpgroup that has skipped the Q tile is zero. It is multiplied by the keys of the other one: its own may have NaN
-  // or Inf, which nobody has looked for.
-  __device__ __forceinline__ void start_dq_after_skips(uint32_t ds, [[maybe_unused]] int n, bool wg1_skipped) {
-    if constexpr (kSkipsEmptyCells) {
-      const uint32_t codes = visited(n, &VisitedQTile::cell_codes);
-      start_dq(ds, (codes & kCellCodes) == 0 ? kWg1Keys : 0,
-               (codes >> 2 * (C::kTileQ / kCell) & kCellCodes) == 0 ? 0 : kWg1Keys);
-    } else {
-      start_dq(ds, 0, wg1_skipped ? 0 : kWg1Keys);
-    }
+  // Whether anything of this thread's part of the warpgroup's 64 keys is not finite.
+  __device__ __forceinline__ bool any_key_nonfinite() const {
+    constexpr int kBytes = 64 * 128;  // in a swizzle atom
+    bool found = false;
+#pragma unroll 1
+    for (int atom = 0; atom < C::kKeyAtoms; ++atom)
+      found |= tile_has_nonfinite<Element, kBytes, 128>(smem_k() + (atom * C::kTileKv + wg_ * 64) * 128,
+                                                        static_cast<int>(threadIdx.x) % 128);
+    return found;
   }
 
   // Iteration n of a Q tile of which this warpgroup sees nothing: dq of the previous Q tile, and dS as if all pairs were
@@ -683,7 +675,7 @@ class Backward : ProducerWarps<C> {
     } else {
       fence_operand(dq_);
       wgmma_fence();
-      start_dq_after_skips(ds, q_tiles - 1, wg1_skipped);
+      start_dq(ds, wg1_skipped ? 0 : C::kTileKv / 2 * 128);
       wgmma_wait<0>();
       fence_operand(dq_);
     }

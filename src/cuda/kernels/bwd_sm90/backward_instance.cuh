@@ -18,7 +18,7 @@ struct BackwardMain {
   static constexpr BackwardShape kShape = kBackwardShapes[kShapeIndex];
   static_assert(kDesign == Design::single_cta && kShape.head_dim == kShape.head_dim_v && kShape.stages == kShape.dout_stages);
   using Config = BackwardConfig<Element, kShape.head_dim, kShape.consumer_warpgroups, kShape.rows, kShape.stages, kShape.scores,
-                                kShape.nan_safe>;
+                                kShape.nan_safe, kShape.skips_cells>;
   static constexpr auto kKernel = &backward<Config>;
 };
 

@@ -37,13 +37,15 @@ struct BackwardShape {
   Design design;
   bool ordered;   // has the deterministic mode, in which work tiles add to dq in ascending order
   bool nan_safe;  // has a path for partial Q tiles in which a value is not finite; without it a second pass takes care of that
+  bool
+      skips_cells;  // masks as data: a consumer warpgroup skips a Q tile of which its 64 keys see nothing, for 3 to 5 % of the time of other Q tiles
   ScoreSet scores;  // the score terms it is built for
 
   constexpr bool scored() const { return scores != kPlain; }
   // Whether a kernel with a score text can be made of it, at run time.
   constexpr bool takes_score_text() const {
     if (design == Design::cluster_p_smem_persistent) return scores != kPlain;
-    return design == Design::single_cta && nan_safe && !takes_mixtures(scores) &&
+    return design == Design::single_cta && nan_safe && !skips_cells && !takes_mixtures(scores) &&
            ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
   }
   // CTAs, or clusters, take work tiles as long as there are any.
@@ -83,48 +85,50 @@ struct BackwardShape {
 
 // Narrow heads first: the plan takes the first line that has room for the columns and takes the problem. Names that end in n, and d128t with its taller Q
 // tiles, are of kernels without a NaN-safe path, see does_without_nan_safe_path() in plan_backward.cpp. Those that are not here gained nothing.
-// X(name, head_dim, head_dim_v, consumer_warpgroups, rows, stages, dout_stages, design, ordered, nan_safe, scores)
+// X(name, head_dim, head_dim_v, consumer_warpgroups, rows, stages, dout_stages, design, ordered, nan_safe, skips_cells, scores)
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_BACKWARD_TABLE(X) \
-  X(d64n, 64, 64, 2, 128, 2, 2, Design::single_cta, true, false, kPlain)                         \
-  X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kPlain)                           \
-  X(d96n, 96, 96, 2, 64, 3, 3, Design::single_cta, true, false, kPlain)                          \
-  X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, true, kPlain)                            \
-  X(d128t, 128, 128, 2, 80, 2, 2, Design::single_cta, true, false, kPlain)                       \
-  X(d128n, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, kPlain)                       \
-  X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kPlain)                         \
-  X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, true, kPlain)            \
-  X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, kPlain)                \
-  X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, true, kPlain)        \
-  X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, true, kPlain)                    \
-  X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kPlain)         \
-  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kSoftcap | kAlibi | kAlibiAhead) \
-  X(d128gn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, kSoftcapAlibi)               \
-  X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kSoftcapAlibi)                 \
-  X(d64b, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kMasked)                         \
-  X(d128bn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, kMasked)                     \
-  X(d128b, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kMasked)                       \
-  X(d64d, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kDropout)                        \
-  X(d128dn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, kDropout)                    \
-  X(d128d, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, kDropout)                      \
-  X(d64a, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, kTileBias)                       \
-  X(d128a, 128, 128, 2, 64, 2, 2, Design::single_cta, true, true, kTileBias)                     \
-  X(d64all, 64, 64, 2, 64, 3, 3, Design::single_cta, true, true, kAllByTiles)                    \
-  X(d128all, 128, 128, 2, 64, 2, 2, Design::single_cta, true, true, kAllByTiles)                 \
-  X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, kSoftcapAlibi)        \
-  X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kSoftcapAlibi)  \
-  X(d256all, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, kAll)         \
-  X(d320, 320, 320, 3, 64, 2, 6, Design::separate, true, true, kPlain)                           \
-  X(d384, 384, 384, 3, 64, 2, 3, Design::separate, true, true, kPlain)                           \
-  X(d512, 512, 512, 3, 64, 1, 3, Design::separate, true, true, kPlain)                           \
-  X(d384g, 384, 384, 3, 64, 2, 3, Design::separate, true, true, kSoftcapAlibi)                   \
-  X(d512g, 512, 512, 3, 64, 1, 3, Design::separate, true, true, kSoftcapAlibi)
+  X(d64n, 64, 64, 2, 128, 2, 2, Design::single_cta, true, false, false, kPlain)                         \
+  X(d64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, false, kPlain)                           \
+  X(d96n, 96, 96, 2, 64, 3, 3, Design::single_cta, true, false, false, kPlain)                          \
+  X(d96, 96, 96, 2, 64, 3, 3, Design::single_cta, true, true, false, kPlain)                            \
+  X(d128t, 128, 128, 2, 80, 2, 2, Design::single_cta, true, false, false, kPlain)                       \
+  X(d128n, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, false, kPlain)                       \
+  X(d128, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, false, kPlain)                         \
+  X(d192_128, 192, 128, 2, 64, 3, 2, Design::cluster_p_registers, true, true, false, kPlain)            \
+  X(d192, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, false, kPlain)                \
+  X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, true, false, kPlain)        \
+  X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, true, false, kPlain)                    \
+  X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, false, kPlain)         \
+  X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, false, kSoftcap | kAlibi | kAlibiAhead) \
+  X(d128gn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, false, kSoftcapAlibi)               \
+  X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, false, kSoftcapAlibi)                 \
+  X(d64b64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, true, kMasked)                        \
+  X(d64b, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, false, kMasked)                         \
+  X(d128b64n, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, true, kMasked)                    \
+  X(d128bn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, false, kMasked)                     \
+  X(d128b, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, false, kMasked)                       \
+  X(d64d, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, false, kDropout)                        \
+  X(d128dn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, false, kDropout)                    \
+  X(d128d, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, false, kDropout)                      \
+  X(d64a, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, false, kTileBias)                       \
+  X(d128a, 128, 128, 2, 64, 2, 2, Design::single_cta, true, true, false, kTileBias)                     \
+  X(d64all, 64, 64, 2, 64, 3, 3, Design::single_cta, true, true, false, kAllByTiles)                    \
+  X(d128all, 128, 128, 2, 64, 2, 2, Design::single_cta, true, true, false, kAllByTiles)                 \
+  X(d192g, 192, 192, 2, 64, 2, 2, Design::cluster_p_registers, true, true, false, kSoftcapAlibi)        \
+  X(d256g, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, false, kSoftcapAlibi)  \
+  X(d256all, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, false, kAll)         \
+  X(d320, 320, 320, 3, 64, 2, 6, Design::separate, true, true, false, kPlain)                           \
+  X(d384, 384, 384, 3, 64, 2, 3, Design::separate, true, true, false, kPlain)                           \
+  X(d512, 512, 512, 3, 64, 1, 3, Design::separate, true, true, false, kPlain)                           \
+  X(d384g, 384, 384, 3, 64, 2, 3, Design::separate, true, true, false, kSoftcapAlibi)                   \
+  X(d512g, 512, 512, 3, 64, 1, 3, Design::separate, true, true, false, kSoftcapAlibi)
 // clang-format on
 
 // Shared memory of a line of the table.
 template <int32_t head_dim, int32_t head_dim_v, int32_t consumer_warpgroups, int32_t rows, int32_t stages, int32_t dout_stages,
-          Design design, bool ordered, bool nan_safe, ScoreSet scores>
+          Design design, bool ordered, bool nan_safe, bool skips_cells, ScoreSet scores>
 constexpr int32_t storage_bytes() {
   constexpr bool p_through_smem = design != Design::cluster_p_registers;
   using Cluster = ClusterStorage<head_dim, head_dim_v, rows, stages, dout_stages, p_through_smem, ordered>;

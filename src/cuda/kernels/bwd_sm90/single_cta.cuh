@@ -7,7 +7,8 @@
 
 namespace fa::cuda::sm90 {
 
-template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, ScoreSet kScores_, bool kNanSafe_ = true>
+template <typename Element_, int kD_, int kGroups_, int kRows_, int kStages_, ScoreSet kScores_, bool kNanSafe_ = true,
+          bool kSkipsCells_ = false>
 struct BackwardConfig {
   using Element = Element_;
   using Storage = SingleCtaStorage<kD_, kGroups_, kRows_, kStages_, kScores_>;
@@ -29,6 +30,8 @@ struct BackwardConfig {
   static constexpr bool kLaneFromShuffle = !kConvertsEarly && !kHasBias;  // the scored kernels would spill it
   // Without it there is no NaN-safe path: the kernel sets a flag where one would be needed.
   static constexpr bool kNanSafe = kNanSafe_;
+  static constexpr bool kSkipsCells = kSkipsCells_;  // BackwardShape::skips_cells
+  static_assert(!kSkipsCells || (kHasDataMask && !kMixtures));
   // Q tiles of 80 queries: dq is computed transposed, because wgmma has 64 rows and any multiple of 8 columns.
   static constexpr bool kDqTransposed = kTileQ % 64 != 0;
   // Parts of a Q tile. With score terms, or a NaN-safe path, dP has registers for 64 queries.
