@@ -172,8 +172,7 @@ class BackwardPSmemPersistent {
   // Whether pairs of a Q tile may be masked: by bands, lengths and masks as data, or in any way. Both CTAs get the same answer.
   __device__ __forceinline__ bool is_partial_by_masks(int q_tile, [[maybe_unused]] int n) const {
     bool partial = cluster().is_partial(q_tile);
-    if constexpr (C::kHasDataMask)
-      partial |= cta().visited(n, &VisitedQTile::cell_codes) != VisitedQTile::kAllCellsFull;
+    if constexpr (C::kHasDataMask) partial |= cta().visited(n, &VisitedQTile::cell_codes) != VisitedQTile::kAllCellsFull;
     return partial;
   }
   __device__ __forceinline__ bool is_partial(int q_tile, int n) const {
