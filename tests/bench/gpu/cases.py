@@ -187,7 +187,7 @@ def mixtures(quick: bool) -> List[Case]:
     return [
         square("mixtures", direction, d, causal and "bits" not in option, n, option=option)
         for direction in ("forward", "backward") for n in ((4096,) if quick else (2048, 4096))
-        for d in ((64, 128, 256) if direction == "forward" else (64, 128))
+        for d in (64, 128, 256)
         for causal in (False, True) for option in MIXTURES if not (causal and "bits" in option)
     ]
 
