@@ -512,15 +512,34 @@ Data make_data(const Case &c, const Tamper &tamper, bool with_expected) {
   return data;
 }
 
+namespace {
+
+size_t bytes_of(const Data &data) {
+  size_t bytes = sizeof data;
+  for (const HostTensor &tensor : data.tensors) bytes += tensor.bytes().size();
+  for (const HostTensor &tensor : data.score_tensors) bytes += tensor.bytes().size();
+  for (const std::vector<Expected> &expected : data.expected) bytes += expected.size() * sizeof(Expected);
+  return bytes;
+}
+
+}  // namespace
+
 std::shared_ptr<const Data> cached_data(const Case &c) {
-  // The suite runs a test on all backends one after another, so a small cache is enough.
+  // The suite runs a test on all backends one after another, so the problems of a test are enough. The oldest ones go first: with less memory than the
+  // largest test needs, no problem would be found again.
+  constexpr size_t kMostBytes = size_t{1200} << 20;
   static std::list<std::pair<std::string, std::shared_ptr<const Data>>> cache;
+  static size_t bytes = 0;
   const std::string name = describe(c);
   for (const auto &entry : cache) {
     if (entry.first == name) return entry.second;
   }
   cache.emplace_front(name, std::make_shared<const Data>(make_data(c)));
-  if (cache.size() > 64) cache.pop_back();
+  bytes += bytes_of(*cache.front().second);
+  while (bytes > kMostBytes && cache.size() > 1) {
+    bytes -= bytes_of(*cache.back().second);
+    cache.pop_back();
+  }
   return cache.front().second;
 }
 
