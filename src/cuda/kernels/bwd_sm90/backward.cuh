@@ -385,11 +385,8 @@ class Backward : ProducerWarps<C> {
     // Before S = Q K^T is started there are registers for it; the other warpgroup's wgmmas run meanwhile.
     DroppedPairs<C::kTileQ> dropped;
     if constexpr (C::kHasDropout && !C::kMixtures) {
-      const WorkTile &t = cta_.work();
-      const int head_q = t.head_k * static_cast<int>(cta_.problem.group) + head_in_group_;
-      dropped.draw(cta_.at(offsetof(Storage, dropout_key)), cta_.problem.dropout.threshold,
-                   static_cast<uint32_t>(t.batch * static_cast<int>(cta_.problem.heads_q) + head_q), q_tile * C::kTileQ,
-                   first_key() + cta_.warp * 16, cta_.lane);
+      cta_.draw(dropped, cta_.at(offsetof(Storage, dropout_key)),
+                cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_, q_tile * C::kTileQ, first_key());
     }
     bool partial;  // has masked pairs
     ShownPairs<C::kTileQ> shown;
@@ -410,12 +407,7 @@ class Backward : ProducerWarps<C> {
     float offset[C::kMixtures ? C::kTileQ / 2 : 1], finite_bias = 0.f;
     if constexpr (C::kMixtures) {
       const int head_q = visited(n, &VisitedQTile::head_q);
-      if (drops()) {
-        const WorkTile &t = cta_.work();
-        dropped.draw(cta_.at(offsetof(Storage, dropout_key)), cta_.problem.dropout.threshold,
-                     static_cast<uint32_t>(t.batch * static_cast<int>(cta_.problem.heads_q) + head_q), q_tile * C::kTileQ,
-                     first_key() + cta_.warp * 16, cta_.lane);
-      }
+      if (cta_.drops()) cta_.draw(dropped, cta_.at(offsetof(Storage, dropout_key)), head_q, q_tile * C::kTileQ, first_key());
       if (has_bias()) mbarrier_wait(bias_full(bias_stage(n)), bias_phase(n));
       cta_.make_offsets(offset, smem_lse(stage_),
                         BiasColumns<Element>(smem_bias_tile(n), is_bias_fp32(), wg_, cta_.warp, cta_.lane), first_key(),
@@ -476,7 +468,7 @@ class Backward : ProducerWarps<C> {
     } else if constexpr (C::kMixtures) {
       cta_.exponentiate_mixture(p16_, s_, offset);
       start_first_dp();
-      if (drops()) cta_.drop(p16_, s_, dropped);
+      if (cta_.drops()) cta_.drop(p16_, s_, dropped);
       q_tile = visited(n, &VisitedQTile::q_tile);  // again: it is not held in a register
     } else if constexpr (C::kHasBias) {
       cta_.exponentiate_biased(s_, smem_lse(stage_), bias);
@@ -530,9 +522,6 @@ class Backward : ProducerWarps<C> {
   __device__ __forceinline__ uint32_t smem_shown() const {
     return cta_.at(offsetof(Storage, shown), static_cast<int>(threadIdx.x) - 128, 4);
   }
-  // Whether anything is dropped: only kernels for mixtures have to ask.
-  __device__ __forceinline__ bool drops() const { return !C::kMixtures || cta_.problem.dropout.threshold > 0; }
-
   // Without a NaN-safe path: a hidden pair contributes a row of K, Q or dO multiplied by 0, and its dS has dP and delta in it. In a partial Q tile the threads
   // look at S and dS of all pairs; they are not finite where any of these is not. `finite`: NaN if one has been found.
   __device__ __forceinline__ void note_nonfinite(float finite) const {

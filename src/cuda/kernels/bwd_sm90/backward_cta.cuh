@@ -65,6 +65,17 @@ struct BackwardCta {
                                                     offsetof(Storage, masked_tiles));
   }
 
+  // Kernels for mixtures: which terms the problem has.
+  __device__ __forceinline__ bool has_bias() const { return problem.bias.data != nullptr; }
+  __device__ __forceinline__ bool drops() const { return problem.dropout.threshold > 0; }
+  // Dropout bits of a query head, for queries from row0 on and this warp's 16 of the 64 keys from first_key on. `smem_key`: DropoutStorage::key.
+  __device__ __forceinline__ void draw(DroppedPairs<C::kTileQ> &dropped, uint32_t smem_key, int head_q, int row0,
+                                       int first_key) const {
+    dropped.draw(smem_key, problem.dropout.threshold,
+                 static_cast<uint32_t>(work().batch * static_cast<int>(problem.heads_q) + head_q), row0, first_key + warp * 16,
+                 lane);
+  }
+
   // A member of what is visited in iteration n of all work tiles, when its Q, or its dO, has arrived. One lane reads, the one that frees Q.
   template <typename T>
   __device__ __forceinline__ T visited(int n, T VisitedQTile::*member) const {

@@ -37,9 +37,8 @@ struct BackwardShape {
   Design design;
   bool ordered;   // has the deterministic mode, in which work tiles add to dq in ascending order
   bool nan_safe;  // has a path for partial Q tiles in which a value is not finite; without it a second pass takes care of that
-  bool
-      skips_cells;  // masks as data: a consumer warpgroup skips a Q tile of which its 64 keys see nothing, for 3 to 5 % of the time of other Q tiles
-  ScoreSet scores;  // the score terms it is built for
+  bool skips_cells;  // masks as data: a consumer warpgroup skips Q tiles of which its 64 keys see nothing
+  ScoreSet scores;   // the score terms it is built for
 
   constexpr bool scored() const { return scores != kPlain; }
   // Whether a kernel with a score text can be made of it, at run time.

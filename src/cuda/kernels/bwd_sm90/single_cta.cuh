@@ -123,7 +123,7 @@ class SingleCta {
     return cta_.at(offsetof(Storage, bias.tile), n * C::kConsumerWarpgroups + wg, C::kBiasBytes / C::kConsumerWarpgroups);
   }
   // Kernels for mixtures: whether the problem has a bias, and of fp32; the tile of iteration n, and its stage and phase.
-  __device__ __forceinline__ bool has_bias() const { return cta_.problem.bias.data != nullptr; }
+  __device__ __forceinline__ bool has_bias() const { return cta_.has_bias(); }
   __device__ __forceinline__ bool is_bias_fp32() const { return cta_.problem.bias.dtype == Dtype::f32; }
   __device__ __forceinline__ int second_bias_stage() const {  // 1, or 0 without one
     static_assert(!C::kMixtures || Storage::kBiasStages == 2);

@@ -156,18 +156,13 @@ class BackwardPSmemPersistent {
       } else {
         terms.shown.set_all();
       }
-      if (drops())
-        terms.dropped.draw(smem_dropout_key(), cta().problem.dropout.threshold,
-                           static_cast<uint32_t>(cta().work().batch * static_cast<int>(cta().problem.heads_q) + head_q), row0,
-                           cluster().first_key() + cta().warp * 16, cta().lane);
-      if (has_bias()) bias_of(head_q, row0).fetch();
+      if (cta().drops()) cta().draw(terms.dropped, smem_dropout_key(), head_q, row0, cluster().first_key());
+      if (cta().has_bias()) bias_of(head_q, row0).fetch();
     }
   }
   __device__ __forceinline__ BiasInPlace bias_of(int head_q, int row0) const {
     return BiasInPlace(cta().problem.bias, cta().work(), head_q, row0, cluster().first_key(), cta().warp, cta().lane);
   }
-  __device__ __forceinline__ bool has_bias() const { return cta().problem.bias.data != nullptr; }
-  __device__ __forceinline__ bool drops() const { return cta().problem.dropout.threshold > 0; }
   __device__ __forceinline__ uint32_t smem_dropout_key() const { return cta().at(offsetof(typename C::Storage, dropout_key)); }
   // Whether pairs of a Q tile may be masked: by bands, lengths and masks as data, or in any way. Both CTAs get the same answer.
   __device__ __forceinline__ bool is_partial_by_masks(int q_tile, [[maybe_unused]] int n) const {
@@ -177,7 +172,7 @@ class BackwardPSmemPersistent {
   }
   __device__ __forceinline__ bool is_partial(int q_tile, int n) const {
     bool partial = is_partial_by_masks(q_tile, n);
-    if constexpr (C::kMixtures) partial |= has_bias();
+    if constexpr (C::kMixtures) partial |= cta().has_bias();
     if constexpr (C::kHasScoreText) partial |= ScoreText::kScores;
     return partial;
   }
@@ -212,9 +207,9 @@ class BackwardPSmemPersistent {
         float offset[C::kTileQ / 2], finite = 0.f;  // finite: not needed, with a bias every Q tile is taken for a partial one
         cta().make_offsets(offset, cluster().smem_lse(stage), bias_of(head_q, q_tile * C::kTileQ), cluster().first_key(),
                            q_tile * C::kTileQ, head_q, finite);
-        if (has_bias()) terms.shown.hide(offset, -CUDART_INF_F);  // a bias of -inf masks the pair
+        if (cta().has_bias()) terms.shown.hide(offset, -CUDART_INF_F);  // a bias of -inf masks the pair
         cta().exponentiate_mixture(p16, s, offset);
-        if (drops()) cta().drop(p16, s, terms.dropped);
+        if (cta().drops()) cta().drop(p16, s, terms.dropped);
         if (partial) {
           cta().mask_p(p16, s, cluster().first_key(), q_tile * C::kTileQ);
           terms.shown.for_hidden(0, [&](int at) { cta().mask_element(p16, s, at); });
