@@ -103,7 +103,9 @@ struct BackwardShape {
   X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, false, kSoftcap | kAlibi | kAlibiAhead) \
   X(d128gn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, false, kSoftcapAlibi)               \
   X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, false, kSoftcapAlibi)                 \
-  X(d64b64, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, true, kMasked)                        \
+  X(d64b64n, 64, 64, 2, 64, 3, 3, Design::single_cta, true, false, true, kMasked)                       \
+  X(d64b64, 64, 64, 2, 64, 3, 3, Design::single_cta, true, true, true, kMasked)                         \
+  X(d64bn, 64, 64, 2, 128, 2, 2, Design::single_cta, true, false, false, kMasked)                       \
   X(d64b, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, false, kMasked)                         \
   X(d128b64n, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, true, kMasked)                    \
   X(d128bn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, false, kMasked)                     \

@@ -35,7 +35,7 @@ struct BackwardConfig {
   // Q tiles of 80 queries: dq is computed transposed, because wgmma has 64 rows and any multiple of 8 columns.
   static constexpr bool kDqTransposed = kTileQ % 64 != 0;
   // Parts of a Q tile. With score terms, or a NaN-safe path, dP has registers for 64 queries.
-  static constexpr int kDpQueries = kNanSafe || kScores != kPlain ? 64 : kTileQ, kDpParts = kTileQ / kDpQueries;
+  static constexpr int kDpQueries = kNanSafe || (kScores != kPlain && kScores != kMasked) ? 64 : kTileQ, kDpParts = kTileQ / kDpQueries;
   // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp. Transposed: 64 columns x kTileQ queries.
   static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
   static constexpr int kDqRegisters = kDqTransposed ? kTileQ / 2 : kDqColumns / 2;
