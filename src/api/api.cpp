@@ -32,10 +32,10 @@ fa_status read_score(fa_context_s &context, const fa_attention &attention, Maske
     call = &context.score_call;
   }
   ScoreCall &scored = context.score_call;
+  if (score != nullptr) scored.text = score->info;
   FA_RETURN_IF_ERROR(
       normalise_score(attention, score != nullptr ? &score->source : nullptr, problem, scored, context.pointers, error));
   if (score == nullptr) return FA_OK;
-  scored.text = score->info;
   problem.score_text = use_of_text(scored);
   return FA_OK;
 }

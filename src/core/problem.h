@@ -267,6 +267,7 @@ struct ScoreTextUse {
   bool given = false;
   bool masks = false;                      // it has functions that mask pairs
   bool by_batch = false, by_head = false;  // these may depend on the sequence, and on the query head
+  int8_t tile_tensor = -1;                 // as ScoreCall's
 };
 
 // A problem with the masks as data that the backend may have to compute. Kernels that know none of them take the Problem alone.

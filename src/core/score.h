@@ -23,6 +23,9 @@ struct ScoreCall {
   uint32_t access[kMaxScoreTensors]{};    // FA_SCORE_BY_*
   fa_score_aux aux{};
   ScoreTextInfo text;  // of source.text
+  // The tensor that kernels may load as they load keys: the first one with an element for each query and key that the text reads by of_pair(), of the
+  // operands' 16-bit dtype and with rows of whole 16-byte vectors. -1 without one.
+  int32_t tile_tensor = -1;
 
   FA_HD bool changes_scores() const { return source.score != nullptr || source.run != nullptr; }
   FA_HD bool masks_pairs() const {
@@ -51,13 +54,17 @@ FA_HD bool needs_derivative(const Problem &p, const ScoreCall *score) {
   return p.softcap > 0 || (score != nullptr && score->changes_scores());
 }
 
+// Whether a score of -infinity of the text may stand for a mask, as docs/score_functions.md says it: the text names infinity, or reads a tensor of
+// floating-point numbers that differ by query or key.
+bool masks_by_score(const ScoreCall &call);
+
 // What `call` does to a problem's scores by its text, for MaskedProblem::score_text.
 ScoreTextUse use_of_text(const ScoreCall &call);
 
 // Checks a source and sets the length of its text.
 fa_status check_source(fa_score_source &source, ErrorText &error);
 
-// Checks the score fields of `attention` and makes `call` of them and of `source`, or null for an `attention` without a score function.
+// Checks the score fields of `attention` and makes `call`, whose text is set, of them and of `source`, or null for an `attention` without a score function.
 // `problem` is the rest of the attention, normalised. `pointers` receives the addresses of the tensors.
 fa_status normalise_score(const fa_attention &attention, const fa_score_source *source, const MaskedProblem &problem,
                           ScoreCall &call, Pointers &pointers, ErrorText &error);

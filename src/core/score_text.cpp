@@ -63,6 +63,11 @@ ScoreTextInfo scan_score_text(std::string_view text) {
     const bool member = before == "." || before == ">", taken_apart = before == "auto" || before == "&";
     info.reads_batch |= (member && token == "b") || (taken_apart && token == "[");
     info.reads_head |= (member && token == "h") || (taken_apart && token == "[");
+    info.names_infinity |= token == "infinity" || token == "INFINITY";
+    if (token == "of_pair" && next == "(" && n + 4 < tokens.size() && tokens[n + 3] == ",") {
+      const std::string_view number = tokens[n + 4];
+      if (number.size() == 1 && number[0] >= '0' && number[0] <= '7') info.read_by_pair |= 1u << (number[0] - '0');
+    }
   }
   return info;
 }

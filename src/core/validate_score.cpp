@@ -86,9 +86,39 @@ fa_status check_memory_of(const ScoreCall &call, std::initializer_list<NamedTens
 
 }  // namespace
 
+namespace {
+
+// Whether kernels may load tensor n as they load keys, see ScoreCall::tile_tensor.
+bool is_tile_tensor(const ScoreCall &call, int32_t n, Dtype operands) {
+  constexpr uint32_t kPair = FA_SCORE_BY_QUERY | FA_SCORE_BY_KEY;
+  constexpr int64_t kVector = 8, kMostStride = int64_t{1} << 32;  // elements
+  const fa_tensor &t = call.tensors[n];
+  const bool read = (call.text.read_by_pair >> n & 1) != 0 && (call.access[n] & kPair) == kPair;
+  const bool is_operand = (t.dtype == FA_FLOAT16 && operands == Dtype::f16) || (t.dtype == FA_BFLOAT16 && operands == Dtype::bf16);
+  const bool has_vectors = std::all_of(t.stride, t.stride + 3, [](int64_t stride) {
+    return stride >= 0 && stride < kMostStride && stride % kVector == 0;
+  });
+  return read && is_operand && has_vectors && t.stride[3] == 1 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+}
+
+}  // namespace
+
+bool masks_by_score(const ScoreCall &call) {
+  if (!call.text.score || call.text.names_infinity) return call.text.score;
+  for (int32_t n = 0; n < call.aux.num_tensors; ++n) {
+    const fa_dtype dtype = call.tensors[n].dtype;
+    const bool counts = dtype == FA_INT32 || dtype == FA_INT64 || dtype == FA_INT8 || dtype == FA_UINT8 ||
+                        dtype == FA_BOOL || dtype == FA_BIT;
+    const bool differs = call.access[n] == FA_SCORE_BY_ANY || (call.access[n] & (FA_SCORE_BY_QUERY | FA_SCORE_BY_KEY)) != 0;
+    if (!counts && differs) return true;
+  }
+  return false;
+}
+
 ScoreTextUse use_of_text(const ScoreCall &call) {
   if (call.source.text == nullptr) return {};
-  ScoreTextUse use{true, call.text.masks_pairs(), call.text.reads_batch, call.text.reads_head};
+  ScoreTextUse use{true, call.text.masks_pairs(), call.text.reads_batch, call.text.reads_head,
+                   static_cast<int8_t>(call.tile_tensor)};
   for (int32_t n = 0; n < call.aux.num_tensors; ++n) {
     const fa_tensor &t = call.tensors[n];
     if (call.access[n] == FA_SCORE_BY_ANY) continue;
@@ -150,6 +180,7 @@ fa_status normalise_score(const fa_attention &a, const fa_score_source *source, 
                 static_cast<const void *>(a.score_tensors), int{a.num_score_tensors});
   }
   call.source = *source;
+  call.tile_tensor = -1;
   call.aux = {call.tensors, source->user, {}, a.num_score_tensors, 0};
   std::copy_n(a.score_scalars, 8, call.aux.scalars);
   for (int32_t n = 0; n < a.num_score_tensors; ++n) {
@@ -159,6 +190,7 @@ fa_status normalise_score(const fa_attention &a, const fa_score_source *source, 
     for (int d = 0; d < t.tensor.ndim; ++d) call.tensors[n].stride[d] = stride_of(t.tensor, d);
     call.access[n] = t.access;
     if (has_elements(t.tensor)) pointers.push_back({"score_tensors", n, ".tensor.data", t.tensor.data});
+    if (call.tile_tensor < 0 && is_tile_tensor(call, n, p.q.dtype)) call.tile_tensor = n;
   }
   return FA_OK;
 }

@@ -376,15 +376,17 @@ class Filler {
     const int64_t max_q = resolved_max(c_, c_.q), max_k = resolved_max(c_, c_.k), odd = c_.score_odd;
     for (const reference::GalleryTensor &of : reference::gallery(c_.score).tensors) {
       const auto size = [&](uint32_t bit, int64_t full) { return of.access & bit ? full : 1; };
+      const bool is_16_bit = c_.dtype == FA_FLOAT16 || c_.dtype == FA_BFLOAT16;
+      const fa_dtype dtype = of.dtype != 0 ? of.dtype : is_16_bit ? static_cast<fa_dtype>(c_.dtype) : FA_FLOAT32;
       if (of.access == FA_SCORE_BY_ANY) {
         const auto table = [&](size_t d) { return of.table[d] == 0 ? c_.heads_q : of.table[d]; };
-        data_.score_tensors.emplace_back(of.dtype, std::initializer_list<int64_t>{table(0), table(1)},
+        data_.score_tensors.emplace_back(dtype, std::initializer_list<int64_t>{table(0), table(1)},
                                          std::vector<int64_t>{table(1) * (1 + odd) + 3 * odd, 1 + odd}, odd);
       } else {
         const int64_t b = size(FA_SCORE_BY_BATCH, c_.batch), h = size(FA_SCORE_BY_HEAD, c_.heads_q),
                       r = size(FA_SCORE_BY_QUERY, max_q), k = size(FA_SCORE_BY_KEY, max_k), column = odd ? -2 : 1,
-                      row = k * column + odd, head = r * row + 3 * odd;
-        data_.score_tensors.emplace_back(of.dtype, std::initializer_list<int64_t>{b, h, r, k},
+                      row = (odd || r == 1 ? k : (k + 7) / 8 * 8) * column + odd, head = r * row + 3 * odd;
+        data_.score_tensors.emplace_back(dtype, std::initializer_list<int64_t>{b, h, r, k},
                                          std::vector<int64_t>{h * head - 5 * odd, head, row, column}, odd);
       }
       HostTensor &t = data_.score_tensors.back();
@@ -398,7 +400,8 @@ class Filler {
               const bool counts = of.fill == reference::GalleryTensor::kPrefixes;
               const bool ids =
                   of.fill == reference::GalleryTensor::kDocumentsQ || of.fill == reference::GalleryTensor::kDocumentsK;
-              const double value = counts ? std::abs(normal()) * 30 : ids ? static_cast<double>(document) : 0.3 * normal();
+              const bool masks = of.fill == reference::GalleryTensor::kMaskingNumbers && percent(5);
+              const double value = masks ? -std::numeric_limits<double>::infinity() : counts ? std::abs(normal()) * 30 : ids ? static_cast<double>(document) : 0.3 * normal();
               t.set(t.element(b, h, i, j), value);
             }
           }

@@ -97,8 +97,10 @@ TEST_P(Score, ManyWorkTiles) {
     c.heads_q = c.heads_k = 32;
     c.head_dim = c.head_dim_v = head_dim;
     c.mask = head_dim == 64 ? FA_MASK_NONE : FA_MASK_CAUSAL;
-    c.score = 3;  // ALiBi
-    EXPECT_TRUE(check(backend(), c));
+    for (const int64_t number : {int64_t{3}, reference::gallery_size()}) {  // ALiBi, and a tensor that kernels stage
+      c.score = number;
+      EXPECT_TRUE(check(backend(), c));
+    }
   }
 }
 

@@ -180,6 +180,25 @@ struct Sieve {
   }
 };
 
+// A bias for each pair and half of that of the key before, of which some are -inf.
+struct PairBias {
+  static Position before(Position p) {
+    p.j = p.j > 0 ? p.j - 1 : 0;
+    return p;
+  }
+  static bool open(const Position &p, const Aux &aux) {
+    return of_pair(aux, 0, p) + of_pair(aux, 0, before(p)) != -std::numeric_limits<float>::infinity();
+  }
+  template <class real>
+  static real score(real s, const Position &p, const Aux &aux) {
+    return s + static_cast<real>(of_pair(aux, 0, p)) + static_cast<real>(of_pair(aux, 0, before(p))) / 2;
+  }
+  template <class real>
+  static real derivative(real, const Position &, const Aux &) {
+    return 1;
+  }
+};
+
 // The functions of a pair and of a run that the library takes, made of one of the structs above.
 template <class Function>
 float score_of(float s, const Position *p, const Aux *aux) {
@@ -279,6 +298,8 @@ const std::vector<GalleryFunction> &functions() {
     list.push_back(make<TanhGate>("tanh gate", "TanhGate", {{FA_FLOAT16, kH | kQ, {}}}, {}));
     list.push_back(make<Sieve>("sieve", "Sieve", {}, {}));
     list.back().visible = Sieve::open;
+    list.push_back(make<PairBias>("pair bias", "PairBias", {{0, kH | kQ | kK, {}, GalleryTensor::kMaskingNumbers}}, {}));
+    list.back().visible = PairBias::open;
     return list;
   }();
   return all;

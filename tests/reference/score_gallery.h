@@ -12,9 +12,10 @@
 
 namespace reference {
 
-// A tensor of a function: its dtype, its access, its sizes where it is a table (FA_SCORE_BY_ANY; 0 stands for heads_q), and what fills it.
+// A tensor of a function: its dtype (0: that of q), its access, its sizes where it is a table (FA_SCORE_BY_ANY; 0 stands for heads_q), and what
+// fills it.
 struct GalleryTensor {
-  enum Fill { kNumbers, kPrefixes, kDocumentsQ, kDocumentsK };
+  enum Fill { kNumbers, kPrefixes, kDocumentsQ, kDocumentsK, kMaskingNumbers };
 
   fa_dtype dtype;
   uint32_t access;
@@ -33,7 +34,7 @@ struct GalleryFunction {
   std::vector<float> scalars;
 };
 
-// Number 1 and following are the functions of the guide; the last one masks by scores of -inf.
+// Number 1 and following are the functions of the guide; two more mask by scores of -inf, of which the last has a number for each pair.
 int64_t gallery_size();
 const GalleryFunction &gallery(int64_t number);
 

@@ -61,6 +61,20 @@ TEST(CudaPlanHopper, ScoreTexts) {
   with_dbias.dbias = biased.bias;
   EXPECT_EQ(kernel_name(with_dbias, backward_plan(with_dbias, h200())), "simt_bwd_bf16_d128");
 
+  // A tensor that kernels can stage.
+  const auto staged = [&](int64_t head_dim) {
+    MaskedProblem p = scored(head_dim);
+    p.score_text.tile_tensor = 2;
+    return p;
+  };
+  EXPECT_EQ(names(staged(64)), std::pair(std::string("sm90_fwd_bf16_d64a"), std::string("sm90_bwd_bf16_d64a")));
+  EXPECT_EQ(names(staged(128)), std::pair(std::string("sm90_fwd_bf16_d128a"), std::string("sm90_bwd_bf16_d128a")));
+  EXPECT_EQ(names(staged(256)), std::pair(std::string("sm90_fwd_bf16_d256a"), std::string("sm90_bwd_bf16_d256g")));
+  EXPECT_EQ(names(staged(128), kDevices[1].device), smooth);
+  MaskedProblem staged_masked = staged(128);
+  staged_masked.score_text.masks = true;
+  EXPECT_EQ(names(staged_masked), std::pair(std::string("sm90_fwd_bf16_d128b"), std::string("sm90_bwd_bf16_d128b")));
+
   // A text that masks pairs: the cell map tells of tiles.
   MaskedProblem masked = scored(128);
   masked.score_text.masks = true;

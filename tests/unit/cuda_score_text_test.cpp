@@ -47,6 +47,11 @@ class ScorePrograms : public ::testing::Test {
       call.tensors[n].ndim = 4;
       call.access[n] = FA_SCORE_BY_HEAD | FA_SCORE_BY_KEY;
     }
+    if ((program.scores & kTileBias) != 0) {
+      call.tensors[0].dtype = program.dtype == Dtype::bf16 ? FA_BFLOAT16 : FA_FLOAT16;
+      call.access[0] |= FA_SCORE_BY_QUERY;
+      call.tile_tensor = 0;
+    }
     const std::string header = score_text_header(call, program.exact());
     Device device;
     device.compute_capability = 90;
@@ -54,7 +59,7 @@ class ScorePrograms : public ::testing::Test {
     job.text = source_of(program);
     job.headers = {{"cuda/common/score_text_of_program.h", header.c_str()}};
     job.arch = arch_of(program, device);
-    job.exact_division = program.exact();
+    job.exact = program.exact();
     return cuda::compile(job, code, error_);
   }
   // The forward kernel of Hopper for head_dim 64.
@@ -96,6 +101,7 @@ TEST_F(ScorePrograms, EveryKernelCompiles) {
         program.shape = row.shape;
         program.dtype = row.shape % 2 != 0 ? Dtype::bf16 : Dtype::f16;
         if (masked) program.scores |= kMasked;
+        if (family == Family::sm90 && (row.scores & kTileBias) != 0) program.scores |= kTileBias;  // it stages a tensor
         // The rarer ways to store rows, in some.
         program.vector_rows = row.shape % 3 != 0;
         program.fp32_rows = pass == Pass::backward && row.shape % 3 == 1;

@@ -44,6 +44,20 @@ TEST(ScoreText, KnowsWhetherItIncludesFiles) {
   EXPECT_FALSE(scan_score_text("// #include <cmath>\n#define include 3\n").includes);
 }
 
+TEST(ScoreText, KnowsTheTensorsItReadsByPair) {
+  const auto read = [](const char *body) { return scan_score_text(body).read_by_pair; };
+  EXPECT_EQ(read("float f(const Position &p, const Aux &aux) { return of_pair(aux, 0, p) + of_pair( aux,3 , p); }"), 9u);
+  EXPECT_EQ(read("float f(const Position &p, const Aux &aux) { return element(aux, 1, p.i) + of_pair(aux, 8, p); }"), 0u);
+  EXPECT_EQ(read("float f(const Position &p, const Aux &aux) { return of_pair(aux, n, p); } // of_pair(aux, 2, p)"), 0u);
+  EXPECT_EQ(read("of_pair(aux,"), 0u);
+}
+
+TEST(ScoreText, KnowsWhetherItNamesInfinity) {
+  EXPECT_TRUE(scan_score_text("float f() { return -std::numeric_limits<float>::infinity(); }").names_infinity);
+  EXPECT_TRUE(scan_score_text("float f() { return -INFINITY; }").names_infinity);
+  EXPECT_FALSE(scan_score_text("float f() { return infinity_2; } // infinity").names_infinity);
+}
+
 TEST(ScoreText, EndsAnywhere) {
   const std::string text =
       "template <class real> real score(real s, const Position &p) { /* x */ return \"a\\\"\"[p.h] + 'b'; } // end";

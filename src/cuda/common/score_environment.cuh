@@ -4,6 +4,7 @@
 //
 //   kDtypes, kAccess, kDims   of the tensors
 //   kLayout                   how their elements may be loaded, a set of TensorLayout
+//   kTileTensor               the tensor that a kernel may have staged, or -1
 //   FA_SCORE_EXACT            1: operands are fp32, and functions exact to fp32
 #pragma once
 
@@ -28,6 +29,12 @@ struct Position {
   Index first_i, first_j;
   float i_number, j_number;
 };
+// An element of kTileTensor, where the kernel has staged it: that of the pair that the function is called for.
+struct StagedElement {
+  bool given;
+  float value;
+  Index b, h;  // of the pair
+};
 // As fa_score_aux. Tensors are read by element() and of_pair().
 struct Aux {
   const ScoreTextTensor (&tensors)[8];
@@ -37,6 +44,7 @@ struct Aux {
   bool in_pairs;
   Index j, half_j;
   bool odd;
+  StagedElement staged;
 };
 
 // A number and its derivative by the score: what the text computes with where the derivative is wanted and the text has none.
@@ -96,6 +104,8 @@ FA_SCORE_FUNCTION(log, ::logf(x), log2_approx(x) * kLnOf2)
 FA_SCORE_FUNCTION(log2, ::log2f(x), log2_approx(x))
 // 1 - 2 / (1 + e^2x): an error of 2^-23, that of the library's softcap.
 FA_SCORE_FUNCTION(tanh, ::tanhf(x), fmaf(-2.f, reciprocal_approx(1.f + exp2_approx(x * (2 * kLog2OfE))), 1.f))
+// As the softcap of kernels for Hopper: 2^-11.
+FA_SCORE_FUNCTION(tanh_approx, ::tanhf(x), fa::cuda::tanh_approx(x))
 FA_SCORE_FUNCTION(sin, ::sinf(x), __sinf(x))
 FA_SCORE_FUNCTION(cos, ::cosf(x), __cosf(x))
 #undef FA_SCORE_FUNCTION
@@ -136,6 +146,10 @@ __device__ __forceinline__ Dual log(Dual x) { return {log(x.v), x.d / x.v}; }
 __device__ __forceinline__ Dual log2(Dual x) { return {log2(x.v), x.d * kLog2OfE / x.v}; }
 __device__ __forceinline__ Dual tanh(Dual x) {
   const float y = tanh(x.v);
+  return {y, fmaf(-y, y, 1.f) * x.d};
+}
+__device__ __forceinline__ Dual tanh_approx(Dual x) {
+  const float y = tanh_approx(x.v);
   return {y, fmaf(-y, y, 1.f) * x.d};
 }
 __device__ __forceinline__ Dual sin(Dual x) { return {sin(x.v), cos(x.v) * x.d}; }
@@ -249,6 +263,9 @@ __device__ __forceinline__ float element(const Aux &aux, int n, int64_t i0, int6
 }
 // The element of a tensor that is indexed by the pair.
 __device__ __forceinline__ float of_pair(const Aux &aux, int n, const Position &p) {
+  // A text may have moved the position. Where it has not, the compiler sees that.
+  const bool own = p.i == p.first_i && p.j == p.first_j && p.b == aux.staged.b && p.h == aux.staged.h;
+  if (n == kTileTensor && aux.staged.given && own) return aux.staged.value;
   return load_at(aux, n, kAccess[n], p.b, p.h, p.i, p.j);
 }
 // The key that a query is aligned with, bottom-right.

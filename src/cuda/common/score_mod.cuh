@@ -54,12 +54,10 @@ struct Base2Math {
   }
 };
 
-// The same with a tanh of one instruction, whose relative error is up to 2^-11 (PTX manual). FlashAttention-2 to 4 have it, too.
+// The same with a tanh of one instruction.
 struct FastTanhMath : Base2Math {
   __device__ __forceinline__ float scaled_tanh(float s, float cap) const {
-    float y;
-    asm("tanh.approx.f32 %0, %1;\n" : "=f"(y) : "f"(s * (raw.cap_exponent * (kLn2 / 2))));
-    return cap * y;
+    return cap * tanh_approx(s * (raw.cap_exponent * (kLn2 / 2)));
   }
 };
 

@@ -16,17 +16,25 @@ struct ScorePlace {
   int batch, head, seqlen_q, seqlen_k;
   int64_t start_q, start_k;  // as in Sequence
 };
+// Of the tensor that a kernel has staged, the element that belongs to a pair.
+struct StagedElement {
+  bool given = false;
+  float value = 0.f;
+};
 
 #ifdef FA_SCORE_TEXT
 
 struct ScoreText {
   static constexpr bool kGiven = true;
   static constexpr bool kScores = FA_TEXT_HAS_SCORE, kVisible = FA_TEXT_HAS_VISIBLE, kTile = FA_TEXT_HAS_TILE;
+  static constexpr bool kMasksByScore = FA_TEXT_MASKS_BY_SCORE;  // a score of -inf masks the pair
 
   const ScorePlace &place;
   const ScoreTextArgs &args;
 
-  __device__ __forceinline__ score_text::Aux aux() const { return {args.tensors, args.scalars, false, 0, 0, false}; }
+  __device__ __forceinline__ score_text::Aux aux(StagedElement x = {}) const {
+    return {args.tensors, args.scalars, false, 0, 0, false, {x.given, x.value, place.batch, place.head}};
+  }
   // Of a pair; outside the lengths that of their last pair, so that no text reads outside its tensors. kInside: it is within
   // them.
   template <bool kInside = false>
@@ -45,33 +53,35 @@ struct ScoreText {
   __device__ __forceinline__ float score(float s, int i, int j) const {
     return score(s, i, j, static_cast<float>(i), static_cast<float>(j));
   }
-  __device__ __forceinline__ float score(float s, int i, int j, float i_number, float j_number) const {
+  __device__ __forceinline__ float score(float s, int i, int j, float i_number, float j_number, StagedElement x = {}) const {
 #if FA_TEXT_HAS_SCORE
-    return static_cast<float>(score_text::score<float>(s, position(i, j, i_number, j_number), aux()));
+    return static_cast<float>(score_text::score<float>(s, position(i, j, i_number, j_number), aux(x)));
 #else
     return s;
 #endif
   }
   // The same for key 2 half_j, or with `odd` the next one. The pair must be within the lengths.
-  __device__ __forceinline__ float score_inside(float s, int i, int half_j, bool odd, float i_number, float j_number) const {
+  __device__ __forceinline__ float score_inside(float s, int i, int half_j, bool odd, float i_number, float j_number,
+                                                StagedElement x = {}) const {
 #if FA_TEXT_HAS_SCORE
     const int j = 2 * half_j + odd;
-    return static_cast<float>(score_text::score<float>(s, position<true>(i, j, i_number, j_number),
-                                                       {args.tensors, args.scalars, true, j, half_j, odd}));
+    return static_cast<float>(score_text::score<float>(
+        s, position<true>(i, j, i_number, j_number),
+        {args.tensors, args.scalars, true, j, half_j, odd, {x.given, x.value, place.batch, place.head}}));
 #else
     return s;
 #endif
   }
   // The score with its derivative by the scaled product.
   __device__ __forceinline__ float score_and_derivative(float s, int i, int j, float i_number, float j_number,
-                                                        float &derivative) const {
+                                                        float &derivative, StagedElement x = {}) const {
 #if FA_TEXT_HAS_DERIVATIVE
-    derivative = static_cast<float>(score_text::derivative<float>(s, position(i, j, i_number, j_number), aux()));
-    return score(s, i, j, i_number, j_number);
+    derivative = static_cast<float>(score_text::derivative<float>(s, position(i, j, i_number, j_number), aux(x)));
+    return score(s, i, j, i_number, j_number, x);
 #elif FA_TEXT_HAS_SCORE
-    const score_text::Dual x = score_text::score<score_text::Dual>({s, 1.f}, position(i, j, i_number, j_number), aux());
-    derivative = x.d;
-    return x.v;
+    const score_text::Dual y = score_text::score<score_text::Dual>({s, 1.f}, position(i, j, i_number, j_number), aux(x));
+    derivative = y.d;
+    return y.v;
 #else
     derivative = 1.f;
     return s;
@@ -97,15 +107,16 @@ struct ScoreText {
 #else
 
 struct ScoreText {
-  static constexpr bool kGiven = false, kScores = false, kVisible = false, kTile = false;
+  static constexpr bool kGiven = false, kScores = false, kVisible = false, kTile = false, kMasksByScore = false;
 
   const ScorePlace &place;
   const ScoreTextArgs &args;
 
   __device__ __forceinline__ float score(float s, int, int) const { return s; }
-  __device__ __forceinline__ float score(float s, int, int, float, float) const { return s; }
-  __device__ __forceinline__ float score_inside(float s, int, int, bool, float, float) const { return s; }
-  __device__ __forceinline__ float score_and_derivative(float s, int, int, float, float, float &derivative) const {
+  __device__ __forceinline__ float score(float s, int, int, float, float, StagedElement = {}) const { return s; }
+  __device__ __forceinline__ float score_inside(float s, int, int, bool, float, float, StagedElement = {}) const { return s; }
+  __device__ __forceinline__ float score_and_derivative(float s, int, int, float, float, float &derivative,
+                                                        StagedElement = {}) const {
     derivative = 1.f;
     return s;
   }

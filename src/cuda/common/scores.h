@@ -35,9 +35,9 @@ constexpr ScoreSet kMaxLogit = 256;
 constexpr ScoreSet kScoreText = 512;
 // A score text beside other terms than masks.
 constexpr ScoreSet kScoreTextAndTerms = 1024;
+// A score text that reads a tensor which kernels can load as they load kTileBias.
+constexpr ScoreSet kTextTile = 8192;
 
-// What a kernel that is compiled with a score text is built for, made from the line of a table that is built for `scores`.
-constexpr ScoreSet with_score_text(ScoreSet scores) { return (scores & kDataMask) | kScoreText; }
 
 // Sets that kernels are built for.
 constexpr ScoreSet kPlain = 0;
@@ -60,8 +60,15 @@ constexpr bool takes_mixtures(ScoreSet scores) { return (scores & kSoftcap) != 0
 // Whether a kernel for such scores leaves ALiBi to wgmma (kernels/fwd_sm90/alibi.cuh).
 constexpr bool has_alibi_by_wgmma(ScoreSet scores) { return (scores & kEveryAlibi) == kAlibi; }
 
-// Whether a kernel for such scores stages the bias in shared memory. One that takes any bias reads it where it is.
-constexpr bool stages_bias(ScoreSet scores) { return (scores & (kTileBias | kAnyBias)) == kTileBias; }
+// Whether a kernel for such scores stages the bias, or a tensor of the score text, in shared memory. One that takes any bias reads it where it is.
+constexpr bool stages_bias(ScoreSet scores) {
+  return (scores & kTextTile) != 0 || (scores & (kTileBias | kAnyBias)) == kTileBias;
+}
+
+// What a kernel that is compiled with a score text is built for, made from the line of a table that is built for `scores`.
+constexpr ScoreSet with_score_text(ScoreSet scores) {
+  return (scores & kDataMask) | (stages_bias(scores) ? kTextTile : kPlain) | kScoreText;
+}
 
 // Whether keys 2 n and 2 n + 1 of a row of a bias can be read at once.
 inline bool takes_pairs(const ScoreTensor &t) {
@@ -109,6 +116,7 @@ inline ScoreSet scores_of(const MaskedProblem &p) {
   if (p.score_text.given) {
     if ((scores & ~(kDataMask | kBlockMask)) != 0) scores |= kScoreTextAndTerms;
     scores |= kScoreText;
+    if (p.score_text.tile_tensor >= 0) scores |= kTextTile;
   }
   return scores;
 }

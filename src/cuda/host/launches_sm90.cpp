@@ -73,6 +73,13 @@ ForwardProblem add_pages(const ForwardProblem &p, const ForwardPlan &plan, const
   return pages;
 }
 
+// What a kernel with a score text stages as others stage a bias.
+fa_status describe_text_tile(const LaunchMemory &memory, const MaskedProblem &p, CUtensorMap &map, ErrorText &error) {
+  const ScoreTextTensor &t = memory.score_text->args.tensors[p.score_text.tile_tensor];
+  const ScoreTensor tensor{const_cast<void *>(t.data), p.q.dtype, t.stride[0], t.stride[1], t.stride[2], t.stride[3]};
+  return describe_bias(memory.driver, "tensor of the score text", p, tensor, map, error);
+}
+
 // The launches of one pass. `only_if`: of BackwardRows.
 fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int32_t *only_if, const LaunchMemory &memory,
                    Launches &launches, ErrorText &error) {
@@ -135,7 +142,8 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
   params.raw = raw_unit(b.forward);
   params.mask = memory.mask;
   if (p.bias.data != nullptr && kind_of_bias(p) != kAnyBias)
-    FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
+    FA_RETURN_IF_ERROR(describe_bias(memory.driver, "bias", p, p.bias, params.bias_map, error));
+  if (plan.scored && stages_bias(shape.scores)) FA_RETURN_IF_ERROR(describe_text_tile(memory, b.forward, params.bias_map, error));
 
   const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
   const bool second = only_if != nullptr;
@@ -198,7 +206,8 @@ fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const La
   params.group = Divisor(p.group);
   params.bias_box_keys =
       p.bias.data != nullptr && kind_of_bias(p) != kAnyBias ? static_cast<int32_t>(128 / dtype_bytes(p.bias.dtype)) : 0;
-  if (params.bias_box_keys > 0) FA_RETURN_IF_ERROR(describe_bias(memory.driver, p, params.bias_map, error));
+  if (params.bias_box_keys > 0) FA_RETURN_IF_ERROR(describe_bias(memory.driver, "bias", p, p.bias, params.bias_map, error));
+  if (plan.scored && stages_bias(shape.scores)) FA_RETURN_IF_ERROR(describe_text_tile(memory, p, params.bias_map, error));
   params.pair_bias = takes_pairs(p.bias);
   const int exponent = p_exponent(p.dropout.keep_scale);
   params.p_exponent = static_cast<float>(exponent);

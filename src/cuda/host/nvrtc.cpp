@@ -138,7 +138,7 @@ fa_status compile_here(const Nvrtc &nvrtc, const CompileJob &job, CompiledCode &
                            "program"));
   const std::string arch = "-arch=" + job.arch;
   std::vector<const char *> options = {arch.c_str(), "-std=c++17", "-default-device", "--ptxas-options=-v"};
-  if (!job.exact_division) options.push_back("--prec-div=false");
+  if (!job.exact) options.push_back("--use_fast_math");
   if (nvrtc.version >= 12009) options.push_back("--no-cache");  // NVRTC's own cache, which loses the log
   const Result result = nvrtc.nvrtcCompileProgram(owned.program, static_cast<int>(options.size()), options.data());
   size_t size = 0;

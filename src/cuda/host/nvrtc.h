@@ -15,7 +15,7 @@ struct CompileJob {
   std::string text;                 // of the program
   std::vector<SourceText> headers;  // that it may include, besides embedded_sources()
   std::string arch;                 // a real architecture: "sm_90a"
-  bool exact_division = true;       // else the quotient of floats has an error of up to 2 ulp
+  bool exact = true;                // else quotients and roots of floats have an error of up to 2 ulp, and subnormals are 0
 };
 
 struct CompiledCode {

@@ -61,13 +61,20 @@ constexpr auto concatenate(const std::array<KernelRow, kCounts> &...tables) {
 // Kernels for masks as data take left padding as one of them.
 constexpr FeatureSet left_padding_by_mask(ScoreSet scores) { return (scores & kDataMask) != 0 ? kLeftPadding : 0; }
 
+// What a Hopper kernel takes with a score text. A tensor that could be staged goes to a line that stages it, where there is one.
+template <class Shape>
+constexpr ScoreSet hopper_text(const Shape &shape) {
+  if (!shape.takes_score_text()) return kPlain;
+  return kScoreText | (stages_bias(shape.scores) || !shape.leaves_text_tiles() ? kTextTile : kPlain);
+}
+
 constexpr FeatureSet kCacheFeatures = kPagedKv | kSplitKv | kBatchInvariant | kDeterministic | kPlainScores | kNoTma;
 
 constexpr auto kRows = concatenate(
     rows_of(sm80::kForwardShapes, Family::sm80, Pass::forward,
             [](KernelRow &row, const sm80::ForwardShape &shape) {
               row.set = "sm80_fwd";
-              row.scores = shape.scores | (shape.takes_score_text() ? kScoreText | kScoreTextAndTerms : 0);
+              row.scores = shape.scores | (shape.takes_score_text() ? kScoreText | kScoreTextAndTerms | kTextTile : 0);
               row.features =
                   (kAnyFeatures & ~kLeftPadding & ~kFp32RowResults & ~kUnevenRows) | left_padding_by_mask(shape.scores);
             }),
@@ -85,7 +92,7 @@ constexpr auto kRows = concatenate(
             [](KernelRow &row, const sm90::ForwardShape &shape) {
               row.set = "sm90_fwd";
               row.operands = shape.fp8 ? kFp8 : shape.paged() && shape.scores == kPlain ? k16Bit | k8BitKv : k16Bit;
-              row.scores = shape.scores | (shape.takes_score_text() ? kScoreText : 0);
+              row.scores = shape.scores | hopper_text(shape);
               // Not batch-invariant: the choice of a shape depends on max_seqlen_q, which is the batch's. With FA_FLAG_SAME_BITS that
               // does not matter, since all kernels for it have the same arithmetic.
               row.features = kDeterministic | kSeparateV |
@@ -139,7 +146,7 @@ constexpr auto kRows = concatenate(
     rows_of(sm80::kBackwardShapes, Family::sm80, Pass::backward,
             [](KernelRow &row, const sm80::BackwardShape &shape) {
               row.set = "sm80_bwd";
-              row.scores = shape.scores | (shape.takes_score_text() ? kScoreText | kScoreTextAndTerms : 0);
+              row.scores = shape.scores | (shape.takes_score_text() ? kScoreText | kScoreTextAndTerms | kTextTile : 0);
               row.features = (kAnyFeatures & ~kLeftPadding & ~kFp32RowResults) | left_padding_by_mask(shape.scores);
               row.rows = shape.keys();
             }),
@@ -156,7 +163,7 @@ constexpr auto kRows = concatenate(
     rows_of(sm90::kBackwardShapes, Family::sm90, Pass::backward,
             [](KernelRow &row, const sm90::BackwardShape &shape) {
               row.set = "sm90_bwd";
-              row.scores = shape.scores | (shape.takes_score_text() ? kScoreText : 0);
+              row.scores = shape.scores | hopper_text(shape);
               // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
               row.features = kSeparateV | kLeftPadding | kFp32KeyGradients | (shape.scored() ? 0 : kPlainScores) |
                              (shape.ordered ? kDeterministic : 0);

@@ -56,7 +56,7 @@ constexpr FeatureSet kSameBits = 262144;  // FA_FLAG_SAME_BITS: only kernels mad
 constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;
 
 // The score terms of kernels that take any, also those of a score text.
-constexpr ScoreSet kAllAndScoreText = kAll | kScoreText | kScoreTextAndTerms;
+constexpr ScoreSet kAllAndScoreText = kAll | kScoreText | kScoreTextAndTerms | kTextTile;
 
 struct KernelRow {
   // What it is. The build calls its instances <set>_<dtype>_<name>, which is what FA_ONLY matches.

@@ -91,7 +91,7 @@ fa_status ScoreKernels::make(const ScoreCall &call, const ScoreProgram &program,
     job.text = source;
     job.headers = {{"cuda/common/score_text_of_program.h", header.c_str()}};
     job.arch = arch;
-    job.exact_division = program.exact();
+    job.exact = program.exact();
     FA_RETURN_IF_ERROR(compile(job, code, error));
     disk_.store(key, code);
   }

@@ -225,6 +225,7 @@ std::string score_text_header(const ScoreCall &call, bool exact) {
   std::string header = "#pragma once\n#include <cstdint>\n";
   define(header, "FA_SCORE_EXACT", exact ? "1" : "0");
   define(header, "FA_TEXT_HAS_SCORE", call.text.score ? "1" : "0");
+  define(header, "FA_TEXT_MASKS_BY_SCORE", masks_by_score(call) ? "1" : "0");
   define(header, "FA_TEXT_HAS_DERIVATIVE", call.text.derivative ? "1" : "0");
   define(header, "FA_TEXT_HAS_VISIBLE", call.text.visible ? "1" : "0");
   define(header, "FA_TEXT_HAS_TILE", call.text.tile ? "1" : "0");
@@ -239,6 +240,7 @@ std::string score_text_header(const ScoreCall &call, bool exact) {
   list("kAccess", [&](int32_t n) { return call.access[n]; });
   list("kDims", [&](int32_t n) { return call.tensors[n].ndim; });
   list("kLayout", [&](int32_t n) { return tensor_layout(call, n); });
+  header += "constexpr int kTileTensor = " + std::to_string(call.tile_tensor) + ";\n";
   header += "}\n#include \"cuda/common/score_environment.cuh\"\nnamespace fa::cuda::score_text {\n#line 1 \"score\"\n";
   header.append(call.source.text, static_cast<size_t>(call.source.text_length));
   return header + "\n}\n";

@@ -137,15 +137,15 @@ fa_status describe_pages(const Driver &driver, const char *name, const Problem &
   return encode(driver, name, t.data, d, map, error);
 }
 
-fa_status describe_bias(const Driver &driver, const Problem &p, CUtensorMap &map, ErrorText &error) {
-  const ScoreTensor &t = p.bias;
+fa_status describe_bias(const Driver &driver, const char *name, const Problem &p, const ScoreTensor &t, CUtensorMap &map,
+                        ErrorText &error) {
   const Description d{.type = map_type(t.dtype),
                       .element_bytes = dtype_bytes(t.dtype),
                       .rank = 4,
                       .sizes = {p.k_lengths.max_len, p.q_lengths.max_len, p.heads_q, p.batch},
                       .strides = {t.row_stride, t.head_stride, t.batch_stride},
                       .box = {static_cast<int32_t>(kAtomBytes / dtype_bytes(t.dtype)), 64, 1, 1}};
-  return encode(driver, "bias", t.data, d, map, error);
+  return encode(driver, name, t.data, d, map, error);
 }
 
 fa_status describe_transposed_v(const Driver &driver, void *transposed_v, int64_t batch, int64_t heads, int64_t head_dim_v,

@@ -111,7 +111,7 @@ class Backward : ProducerWarps<C> {
         mbarrier_init(dout_full(n), 1);
         mbarrier_init(dout_empty(n), C::kConsumerWarpgroups * 4);
       }
-      if constexpr (C::kHasBias || C::kMixtures) {
+      if constexpr (C::kStagesBias || C::kMixtures) {
         for (int n = 0; n < Storage::kBiasStages; ++n) {
           mbarrier_init(bias_full(n), 1);
           mbarrier_init(bias_empty(n), C::kConsumerWarpgroups * 4);
@@ -126,7 +126,7 @@ class Backward : ProducerWarps<C> {
       for (const CUtensorMap *map : {&cta_.params.k_map, &cta_.params.q_map, &cta_.params.lse_map, &cta_.params.v_map,
                                      &cta_.params.dout_map, &cta_.params.delta_map})
         tma_prefetch_descriptor(map);
-      if (C::kHasBias || (C::kMixtures && has_bias())) tma_prefetch_descriptor(&cta_.params.bias_map);
+      if (C::kStagesBias || (C::kMixtures && has_bias())) tma_prefetch_descriptor(&cta_.params.bias_map);
     }
     __syncthreads();
     if (threadIdx.x < 128) {
@@ -458,13 +458,20 @@ class Backward : ProducerWarps<C> {
     wgmma_wait<C::kMixtures ? 0 : 1>();
     fence_operand(s_);
     float finite = 0.f;  // NaN if anything is not finite
-    if (masked || C::kHasScoreText) finite = nan_if_nonfinite(s_);
+    if (masked || (C::kHasScoreText && (partial || ScoreText::kMasksByScore))) finite = nan_if_nonfinite(s_);
     if (!C::kNanSafe && partial) note_nonfinite(nan_if_nonfinite(s_));
     if constexpr (C::kHasScoreText) {
       int head_q = cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_;
       if constexpr (C::kHasDataMask) head_q = visited(n, &VisitedQTile::head_q);
-      const bool hidden = cta_.exponentiate_text(p16_, s_, smem_lse(stage_), head_q, first_key(), q_tile * C::kTileQ, partial);
-      masked = named_barrier_or(1 + wg_, 128, partial || hidden);
+      uint32_t staged = 0;
+      if constexpr (C::kStagesBias) {
+        mbarrier_wait(bias_full(n % Storage::kBiasStages), n / Storage::kBiasStages & 1);
+        staged = smem_bias(n % Storage::kBiasStages, wg_);
+      }
+      const bool hidden =
+          cta_.exponentiate_text(p16_, s_, smem_lse(stage_), head_q, first_key(), q_tile * C::kTileQ, partial, staged);
+      if constexpr (C::kStagesBias) release_bias(n % Storage::kBiasStages);
+      masked = ScoreText::kMasksByScore ? named_barrier_or(1 + wg_, 128, partial || hidden) : partial;
     } else if constexpr (C::kMixtures) {
       cta_.exponentiate_mixture(p16_, s_, offset);
       start_first_dp();
@@ -635,7 +642,7 @@ class Backward : ProducerWarps<C> {
   __device__ __forceinline__ void skip_q_tile(uint32_t parity, int n) {
     mbarrier_wait(q_full(stage_), parity);
     mbarrier_wait(dout_full(stage_), parity);
-    if constexpr (C::kHasBias) {
+    if constexpr (C::kStagesBias) {
       mbarrier_wait(bias_full(n % Storage::kBiasStages), n / Storage::kBiasStages & 1);
       release_bias(n % Storage::kBiasStages);
     }

@@ -152,11 +152,12 @@ struct BackwardCta : BackwardWork<C> {
       for (int r = 0; r < 2; ++r) p16[j / 2][j % 2 * 2 + r] = pack2<Element>(p[2 * r], p[2 * r + 1]);
     }
   }
-  // With a score text, the same. P of a pair that the text masks is -0. `partial`: pairs of the tile may be masked. Returns whether the text masks
-  // any.
+  // With a score text, the same. P of a pair that the text masks is -0. `partial`: pairs of the tile may be masked. `staged`: the warpgroup's tile of the
+  // tensor that the kernel stages, if it stages one. Returns whether the text masks any.
   template <int kSteps>
   __device__ __forceinline__ bool exponentiate_text(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
-                                                    int head_q, int first_key, int first_row, bool partial) const {
+                                                    int head_q, int first_key, int first_row, bool partial,
+                                                    [[maybe_unused]] uint32_t staged = 0) const {
     const WorkTile &t = work();
     const ScorePlace place{t.batch,
                            head_q,
@@ -168,20 +169,34 @@ struct BackwardCta : BackwardWork<C> {
     const int key0 = first_key + warp * 16 + (lane >> 2), row0 = first_row + 2 * (lane & 3);
     const float scale = ScoreText::kScores ? kLog2e : problem.softmax_scale * kLog2e, softmax_scale = problem.softmax_scale;
     const auto key_number = static_cast<float>(key0), row_number = static_cast<float>(row0);
+    if constexpr (!ScoreText::kScores) {
+      if (!partial) {
+        exponentiate_plain(s, scale, [&](int j) { return row_stat(smem_lse, j); });
+#pragma unroll
+        for (int n = 0; n < kSteps * 8; n += 2) p16[n / 8][n % 8 / 2] = pack2<Element>(s[n], s[n + 1]);
+        return false;
+      }
+    }
     bool hidden = false;
+    [[maybe_unused]] BiasPairs<Element, 16> pairs;  // of the staged tensor
 #pragma unroll
     for (int j = 0; j < kSteps * 2; ++j) {
       const float2 lse = row_stat(smem_lse, j);
       float p[4];
+      if constexpr (stages_bias(C::kScores)) {
+        if (j % 2 == 0) pairs.load(staged + j / 2 * 16 * 128, warp, lane);
+      }
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const int row = row0 + 8 * j + (r & 1), key = key0 + 8 * (r >> 1);
         float x = s[4 * j + r], derivative = 1.f;
+        StagedElement element;
+        if constexpr (stages_bias(C::kScores)) element = {true, pairs.at(j % 2 * 4 + r)};
         if constexpr (ScoreText::kScores)
           x = text.score_and_derivative(x * softmax_scale, row, key, row_number + static_cast<float>(8 * j + (r & 1)),
-                                        key_number + static_cast<float>(8 * (r >> 1)), derivative);
+                                        key_number + static_cast<float>(8 * (r >> 1)), derivative, element);
         if (ScoreText::kVisible && partial && !text.visible(row, key)) x = -CUDART_INF_F;
-        const bool masked = (ScoreText::kScores || ScoreText::kVisible) && x == -CUDART_INF_F;
+        const bool masked = (ScoreText::kMasksByScore || (ScoreText::kVisible && partial)) && x == -CUDART_INF_F;
         hidden |= masked;
         p[r] = masked ? kMaskedP : exp2_approx(fmaf(x, scale, -((r & 1) ? lse.y : lse.x)));
         s[4 * j + r] = masked ? kMaskedP : p[r] * derivative;

@@ -45,8 +45,10 @@ struct BackwardShape {
   constexpr bool takes_score_text() const {
     if (design == Design::cluster_p_smem_persistent) return scores != kPlain;
     return design == Design::single_cta && nan_safe && !skips_cells && !takes_mixtures(scores) &&
-           ((scores & kSoftcap) != 0 || (scores & kDataMask) != 0);
+           ((scores & kSoftcap) != 0 || stages_bias(scores) || (scores & kDataMask) != 0);
   }
+  // As of the forward.
+  constexpr bool leaves_text_tiles() const { return design == Design::single_cta && (scores & kDataMask) == 0; }
   // CTAs, or clusters, take work tiles as long as there are any.
   constexpr bool persistent() const { return design != Design::cluster_p_smem && design != Design::separate; }
   // dq of a Q tile is a sum over CTAs, in the workspace.

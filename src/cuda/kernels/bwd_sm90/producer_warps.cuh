@@ -279,7 +279,7 @@ class ProducerWarps : protected SingleCta<C> {
                     cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
       }
       if (first && kv_index > 0) load_kv(kv_index, q_full(q_pipe.stage()), dout_full(q_pipe.stage()));
-      if constexpr (C::kHasBias) load_bias(visited, head_q, q_tile);
+      if constexpr (C::kStagesBias) load_bias(visited, head_q, q_tile);
       if constexpr (C::kMixtures) {
         if (has_bias()) load_bias_of_mixture(number(visited));
       }

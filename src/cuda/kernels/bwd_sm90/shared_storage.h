@@ -106,7 +106,7 @@ struct SingleCtaStorage {
   std::conditional_t<(kScores & kDataMask) != 0, BackwardMaskedTiles, NoBackwardMaskedTiles> masked_tiles;
   alignas(16) std::conditional_t<(kScores & kDropout) != 0, DropoutStorage, NoDropout> dropout_key;
   std::conditional_t<kMixtures, BackwardShownPairs<kConsumerWarpgroups>, NoBackwardShownPairs> shown;
-  static constexpr bool kHasBias = (kScores & kTileBias) != 0;  // with kMixtures: perhaps
+  static constexpr bool kHasBias = (kScores & (kTileBias | kTextTile)) != 0;  // with kMixtures: perhaps
   std::conditional_t<kHasBias, BackwardBiasBarriers<kBiasStages>, NoBackwardBias> bias_barriers;
   std::conditional_t<kMixtures, BackwardBiasMemory<kBiasBytes>,
                      std::conditional_t<kHasBias, BackwardBiasTiles<kTileKv, kTileQ, kBiasStages>, NoBackwardBias>>

@@ -18,6 +18,8 @@ struct BackwardConfig {
   static constexpr bool kMixtures = takes_mixtures(kScores);  // which terms the problem has is known at run time
   static constexpr bool kHasDropout = (kScores & kDropout) != 0, kHasBias = (kScores & kTileBias) != 0 && !kMixtures;
   static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
+  // A bias in shared memory, or in its place a tensor of the score text.
+  static constexpr bool kStagesBias = kHasBias || (kScores & kTextTile) != 0;
   static constexpr bool kConvertsEarly = kScored || kHasDropout || kHasScoreText;  // P, in exponentiate()
   static constexpr bool kRotates = kScores == kPlain;  // main loops without masked pairs begin with Q tiles of their own
   static constexpr bool kSplitTail =
@@ -35,7 +37,8 @@ struct BackwardConfig {
   // Q tiles of 80 queries: dq is computed transposed, because wgmma has 64 rows and any multiple of 8 columns.
   static constexpr bool kDqTransposed = kTileQ % 64 != 0;
   // Parts of a Q tile. With score terms, or a NaN-safe path, dP has registers for 64 queries.
-  static constexpr int kDpQueries = kNanSafe || (kScores != kPlain && kScores != kMasked) ? 64 : kTileQ, kDpParts = kTileQ / kDpQueries;
+  static constexpr bool kFewScores = kScores == kPlain || kScores == kMasked;
+  static constexpr int kDpQueries = kNanSafe || !kFewScores ? 64 : kTileQ, kDpParts = kTileQ / kDpQueries;
   // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp. Transposed: 64 columns x kTileQ queries.
   static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
   static constexpr int kDqRegisters = kDqTransposed ? kTileQ / 2 : kDqColumns / 2;

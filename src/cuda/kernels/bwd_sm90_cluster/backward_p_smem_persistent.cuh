@@ -173,7 +173,7 @@ class BackwardPSmemPersistent {
   __device__ __forceinline__ bool is_partial(int q_tile, int n) const {
     bool partial = is_partial_by_masks(q_tile, n);
     if constexpr (C::kMixtures) partial |= cta().has_bias();
-    if constexpr (C::kHasScoreText) partial |= ScoreText::kScores;
+    if constexpr (C::kHasScoreText) partial |= ScoreText::kMasksByScore;
     return partial;
   }
 

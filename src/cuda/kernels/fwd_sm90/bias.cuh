@@ -14,15 +14,19 @@
 
 namespace fa::cuda::sm90 {
 
-// A warpgroup's tile of 16-bit elements, in boxes of 64 keys.
-template <typename Element, int kCount>
-__device__ __forceinline__ void add_bias_tile(uint32_t tile, const ConsumerThread &at, float logit, float (&s)[kCount]) {
+// From a warpgroup's tile of 16-bit elements, in boxes of 64 keys, 16 keys from 16 n on: pairs m has elements 8 n + 2 m and 8 n + 2 m + 1 of the
+// accumulator of S.
+__device__ __forceinline__ void load_bias_pairs(uint32_t tile, const ConsumerThread &at, int n, uint32_t (&pairs)[4]) {
   // Lane l gives the address of row l % 16 of the warp, and of keys 8 (l / 16) on.
   const uint32_t address = tile + (at.warp * 16 + (at.lane & 15)) * 128 + (((at.lane >> 4) ^ (at.lane & 7)) << 4);
+  ldmatrix_x4(pairs, (address ^ (n % 4 * 32)) + n / 4 * 64 * 128);
+}
+template <typename Element, int kCount>
+__device__ __forceinline__ void add_bias_tile(uint32_t tile, const ConsumerThread &at, float logit, float (&s)[kCount]) {
 #pragma unroll
   for (int n = 0; n < kCount / 8; ++n) {
     uint32_t pairs[4];
-    ldmatrix_x4(pairs, (address ^ (n % 4 * 32)) + n / 4 * 64 * 128);
+    load_bias_pairs(tile, at, n, pairs);
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
       float *x = s + 8 * n + 2 * m;
@@ -45,6 +49,10 @@ class BiasTile {
   // Adds it to scores in the unit of q k^T. A bias of -inf makes a finite score -inf.
   __device__ __forceinline__ void add(float (&s)[C::kKeys / 2]) const {
     add_bias_tile<Element>(smem_.bias(state_.stage(), at_.wg), at_, a_.raw.logit, s);
+  }
+  // With a score text, its elements as they are.
+  __device__ __forceinline__ void load_pairs(int n, uint32_t (&pairs)[4]) const {
+    load_bias_pairs(smem_.bias(state_.stage(), at_.wg), at_, n, pairs);
   }
   // Frees its stage.
   __device__ __forceinline__ void release() {

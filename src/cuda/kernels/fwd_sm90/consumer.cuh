@@ -568,21 +568,29 @@ class Consumer {
                            p_.k_lengths.cu != nullptr ? t.k_row : 0};
     const ScoreText text{place, score_text_args(a_)};
     const int first = key0 + Fragment::first_key(at_.lane);
+    if constexpr (C::kStagesBias) bias_.wait();
     if constexpr (ScoreText::kScores) {
       const float scale = p_.softmax_scale, first_number = static_cast<float>(first);
+      const int rows[2] = {kInside ? min(at_.row(t, 0), t.seqlen_q - 1) : at_.row(t, 0),
+                           kInside ? min(at_.row(t, 1), t.seqlen_q - 1) : at_.row(t, 1)};
+      const float row_numbers[2] = {static_cast<float>(rows[0]), static_cast<float>(rows[1])};
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int row = kInside ? min(at_.row(t, r), t.seqlen_q - 1) : at_.row(t, r);
-        const float row_number = static_cast<float>(row);
+      for (int block = 0; block < C::kKeys / 16; ++block) {
+        uint32_t pairs[4] = {};  // of the staged tensor
+        if constexpr (C::kStagesBias) bias_.load_pairs(block, pairs);
 #pragma unroll
-        for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
-          const int n = Fragment::at(r, m), key = Fragment::key(n);
+        for (int m = 0; m < 8; ++m) {
+          const int n = 8 * block + m, r = m >> 1 & 1, key = Fragment::key(n);
           const float number = first_number + static_cast<float>(key);
-          s_[n] = kInside ? text.score_inside(s_[n] * scale, row, first / 2 + key / 2, key % 2 != 0, row_number, number)
-                          : text.score(s_[n] * scale, row, first + key, row_number, number);
+          StagedElement staged;
+          if constexpr (C::kStagesBias) staged = {true, to_float<Element>(m & 1 ? pairs[m / 2] >> 16 : pairs[m / 2] & 0xFFFFu)};
+          s_[n] = kInside ? text.score_inside(s_[n] * scale, rows[r], first / 2 + key / 2, key % 2 != 0, row_numbers[r], number,
+                                              staged)
+                          : text.score(s_[n] * scale, rows[r], first + key, row_numbers[r], number, staged);
         }
       }
     }
+    if constexpr (C::kStagesBias) bias_.release();
     if constexpr (ScoreText::kVisible) {
       if (!masked) return;
 #pragma unroll
@@ -782,7 +790,7 @@ class Consumer {
   Promotion<C> promotion_;
   DropoutBits<C> dropout_;
   HeadMax<C> head_max_;
-  std::conditional_t<C::kMixtures, MixtureBias<C>, std::conditional_t<C::kHasBias, BiasTile<C>, NoBiasTile>> bias_;
+  std::conditional_t<C::kMixtures, MixtureBias<C>, std::conditional_t<C::kStagesBias, BiasTile<C>, NoBiasTile>> bias_;
   AlibiByWgmma<C> alibi_;
   Epilogue<C> epilogue_;
   OnlineSoftmax<Fragment> softmax_;

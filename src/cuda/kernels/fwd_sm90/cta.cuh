@@ -31,11 +31,12 @@ struct ForwardConfig {
   // Whether a KV tile has several cells of the cell map, of which some may be full or empty.
   static constexpr bool kHasCellCodes = kHasDataMask && kConsumerWarpgroups * kKeys_ > 64;
   static constexpr bool kHasMaxLogit = (kScores & kMaxLogit) != 0;
-  static constexpr bool kHasBias = stages_bias(kScores);
   // Every mixture of terms: which of them a problem has is known at run time.
   static constexpr bool kMixtures = takes_mixtures(kScores);
   static constexpr bool kDropoutKeyInSmem = has_dropout_key_in_smem(kScores, kDv);
   static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
+  // A bias in shared memory, or in its place a tensor of the score text.
+  static constexpr bool kStagesBias = stages_bias(kScores), kHasBias = kStagesBias && !kHasScoreText;
   static constexpr bool kMasksByScore =
       kHasBias || kMixtures || kHasScoreText;  // a score of -inf may mask a pair of any KV tile
   // A kernel that is compiled at run time has to compile fast, and one for mixtures is large: what others have a copy of where they need it, these have
@@ -48,7 +49,7 @@ struct ForwardConfig {
   static constexpr int kQProducerWarps =
       kQStages == 1 && (kMixtures || !kHasScoreMod) && !kHasScoreText && !kFp8 ? (kHasBias ? 1 : 2) : 0;
   // A bias is loaded by a warp of its own, which waits for every warpgroup.
-  static constexpr int kBiasProducerWarps = kHasBias ? 1 : 0;
+  static constexpr int kBiasProducerWarps = kStagesBias ? 1 : 0;
   static constexpr int kMmaK = 32 / sizeof(Element);  // the K extent of one wgmma
   using Storage = ForwardStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8, kScores, kSameBits>;
   static constexpr int kWorkStages = Storage::kWorkStages;
@@ -196,7 +197,7 @@ struct SharedMemory {
       // Consumer warps, and the warps that load.
       mbarrier_init(work_empty(n), kWarps + 1 + C::kQProducerWarps + C::kBiasProducerWarps);
     }
-    if constexpr (C::kHasBias) {
+    if constexpr (C::kStagesBias) {
       tma_prefetch_descriptor(&a.bias_map);
       for (int n = 0; n < Storage::kBiasStages; ++n) {
         for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {

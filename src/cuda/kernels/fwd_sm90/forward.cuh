@@ -63,7 +63,7 @@ __device__ __forceinline__ void run_forward(const ForwardParams &params, const S
     } else if constexpr (C::kQProducerWarps > 0) {
       if (!C::kHasBias || warp < kFirstQWarp + C::kQProducerWarps) Producer<C>(params, smem).load_q_tiles(warp - kFirstQWarp);
     }
-    if constexpr (C::kHasBias) {
+    if constexpr (C::kStagesBias) {
       if (warp == kBiasWarp) Producer<C>(params, smem).load_bias();
     }
   } else {

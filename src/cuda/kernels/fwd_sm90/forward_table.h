@@ -51,8 +51,11 @@ struct ForwardShape {
   // there it is the line for dropout.
   constexpr bool takes_score_text() const {
     const bool takes_scores = head_dim == 64 ? scores == kDropout : (scores & kSoftcap) != 0;
-    return !fp8 && !same_bits && !takes_mixtures(scores) && head_dim <= 256 && (takes_scores || (scores & kDataMask) != 0);
+    return !fp8 && !same_bits && !takes_mixtures(scores) && head_dim <= 256 &&
+           (takes_scores || stages_bias(scores) || (scores & kDataMask) != 0);
   }
+  // With a score text: whether another line is for a tensor that can be staged.
+  constexpr bool leaves_text_tiles() const { return (scores & kDataMask) == 0; }
   constexpr int32_t rows() const { return groups * 64; }        // of a work tile
   constexpr int32_t cluster() const { return wide() ? 2 : 1; }  // CTAs that share a work tile
   constexpr bool persistent() const { return !wide(); }

@@ -126,7 +126,7 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
         if (!C::kMixtures || a.max_logit != nullptr)
           smem.max_logit_before(stage) = load_relaxed(a.max_logit + place.head * a.max_logit_stride);
       }
-      if constexpr (C::kHasBias) smem.bias_batch(stage) = place.batch;
+      if constexpr (C::kStagesBias) smem.bias_batch(stage) = place.batch;
       if constexpr (C::kHasScoreText) smem.text_batch(stage) = place.batch;
       t.out = batch * p.out.batch_stride + row * p.out.seq_stride + place.head * p.out.head_stride;
       t.lse = batch * p.lse.batch_stride + row * p.lse.seq_stride + place.head * p.lse.head_stride;
