@@ -125,7 +125,7 @@ def contenders_of(case, context, before=None, alone=False):
             try:
                 contender.prepare_backward(dout.view(contender.out.shape) if name == "same" else dout)
                 contender.backward()
-            except (RuntimeError, ValueError, AssertionError) as failure:  # the last two: FlashAttention-4's refusals
+            except Exception as failure:  # of FlashAttention-4 there are several kinds
                 if name == "ours":
                     raise
                 print(f"{case.name}: {name} has no backward: {failure}", file=sys.stderr)

@@ -80,6 +80,31 @@ class Grid(unittest.TestCase):
         packed = cases.Case("varlen", "forward", 64, False, 200, 200, 1, 2, 2, lengths=(100, 200))
         self.assertEqual(packed.flops, 4 * 2 * 64 * (100 ** 2 + 200 ** 2))
 
+    def test_pairs_of_windows_and_first_tokens(self):
+        for seqlen, reach, first in ((1, 0, 0), (7, 2, 0), (20, 5, 3), (20, 5, 6), (9, 30, 2)):
+            pairs = sum(abs(i - j) <= reach or min(i, j) < first for i in range(seqlen) for j in range(seqlen))
+            self.assertEqual(cases.window_pairs(seqlen, reach, first), pairs)
+
+    def test_flops_of_score_functions_that_mask(self):
+        def flops(section, option):
+            return cases.square(section, "forward", 128, False, 16384, option=option).flops
+
+        dense = flops("forward", "")
+        self.assertEqual(flops("score", "score prefix"), flops("masks", "prefix"))
+        self.assertEqual(flops("score", "score logn"), dense)
+        window, image = 2 * cases.GLOBAL_WINDOW + 1, (2 * cases.NEIGHBOURS + 1) ** 2  # of a pair in the middle
+        self.assertAlmostEqual(flops("score", "score globals") / dense, window / 16384, delta=0.03 * window / 16384)
+        self.assertAlmostEqual(flops("score", "score natten") / dense, image / 16384, delta=0.06 * image / 16384)
+
+    def test_every_score_function_has_a_text_and_rows(self):
+        with unittest.mock.patch.dict(sys.modules, torch=types.ModuleType("torch")):
+            from gpu import scores
+        self.assertEqual({f"score {name}" for name in scores.TEXTS}, set(cases.SCORES))
+        for quick in (False, True):
+            for direction in ("forward", "backward"):
+                rows = {case.option for case in cases.score(quick) if case.direction == direction}
+                self.assertEqual(rows, set(cases.SCORES))
+
     def test_random_lengths_have_an_equal_row_beside_them(self):
         rows = cases.varlen(False)
         random_rows = [row for row in rows if row.seed]
@@ -148,6 +173,20 @@ class Report(unittest.TestCase):
             self.assertIn(row["name"], text)
         self.assertIn("geometric mean", text)
         self.assertIn("fa_forward 4.27", text)
+
+    def test_means_of_score_functions_by_opponent_and_direction(self):
+        rows = []
+        for case in cases.score(True):
+            slower = {"flex": 2.0, "same": 0.5, **({"fa4": 1.5} if case.direction == "forward" else {})}
+            rows.append(report.add_ratios(dict(dataclasses.asdict(case), name=case.name, flops=case.flops, kernel="",
+                                               ms={"ours": 1.0, **slower})))
+        lines = report.summary(rows, {}).splitlines()
+        forward, backward = (next(line for line in lines if line.split()[:3] == words)  # of all functions together
+                             for words in (["score", "forward", "fa4"], ["score", "backward", "flex"]))
+        for text in ("fa4 1.500", "flex 2.000", "same 0.500"):
+            self.assertIn(text, forward)
+        self.assertNotIn("fa4", backward)
+        self.assertIn("flex 2.000", backward)
 
     def test_wrong_results_are_called_wrong(self):
         row = recorded()["rows"][0]

@@ -67,6 +67,10 @@ class Case:
         for option in self.option.removeprefix("score ").split(" + "):
             if option in MASKS:
                 pairs = self.batch * MASKS[option] * self.seqlen_k**2
+        if self.option == "score globals":
+            pairs = self.batch * window_pairs(self.seqlen_k, GLOBAL_WINDOW, GLOBALS)
+        if self.option == "score natten":
+            pairs = self.batch * window_pairs(IMAGE, NEIGHBOURS) * window_pairs(self.seqlen_k // IMAGE, NEIGHBOURS)
         if self.option == WINDOW:  # causal
             outside = max(self.seqlen_k - WINDOW_LEFT, 0)
             pairs -= self.batch * outside * outside
@@ -105,7 +109,11 @@ LEFT = 8  # left padding: sequence n of a batch begins at key n * seqlen / LEFT
 MASKS = {"documents": 1 / DOCUMENTS, "prefix": 1 / PREFIX + (1 - 1 / PREFIX) ** 2 / 2, "left": 1 - 1.5 / LEFT, "bits": 0.5, "bytes": 0.5}
 # ... of the section score: a score function compiled at run time (scores.py), and the built-in option that does the same, `same` in the table
 SCORES = {"score softcap": "softcap", "score alibi": "alibi", "score bias": "bias", "score relative": None, "score gate": None,
-          "score documents": "documents"}
+          "score documents": "documents", "score t5": None, "score logn": None, "score prefix": "prefix",
+          "score globals": None, "score natten": None}
+LOGN = 1 / 9  # log-N scaling of a model that was trained with 512 keys: s log(keys) / log(512)
+GLOBAL_WINDOW, GLOBALS = 1024, 64  # a window on both sides, and tokens that see all and are seen by all
+IMAGE, NEIGHBOURS = 128, 6  # 2-D neighbourhood: rows of so many pixels; at most so many rows and columns away
 # ... of the section mixtures: score terms together, and a bias of fp32
 FP32_BIAS = "fp32 bias"
 MIXTURES = (FP32_BIAS, "bias + dropout", "alibi + dropout", "bits + alibi")
@@ -123,6 +131,15 @@ def visible_blocks(option: str, seqlen: int) -> Tuple[int, int]:
     """Visible blocks of a row of such a mask, and all of them."""
     share, size = SPARSE[option]
     return round(share * (seqlen // size)), seqlen // size
+
+
+def window_pairs(seqlen: int, reach: int, first: int = 0) -> int:
+    """Pairs of as many queries and keys at most `reach` apart, or one of them among the `first`."""
+    pairs = 0
+    for i in range(seqlen):
+        begin, end = max(i - reach, 0), min(i + reach + 1, seqlen)
+        pairs += seqlen if i < first else end - begin + min(first, begin)
+    return pairs
 
 
 def square(section, direction, head_dim, causal, seqlen, heads=0, heads_k=0, **more) -> Case:
@@ -213,11 +230,13 @@ def masks(quick: bool) -> List[Case]:
 
 def score(quick: bool) -> List[Case]:
     rows = []
+    once = {"score documents": 32768, "score t5": 4096, "score logn": 4096,  # without a causal mask alone
+            "score prefix": 16384, "score globals": 16384, "score natten": 16384}
     for direction in ("forward", "backward"):
         for d in (128,) if quick else (64, 128, 256):
             for option in SCORES if d <= 128 else ("score softcap", "score alibi", "score documents"):
-                if option == "score documents":
-                    rows.append(square("score", direction, d, False, 32768, option=option))
+                if option in once:
+                    rows.append(square("score", direction, d, False, once[option], option=option))
                 else:
                     rows += [square("score", direction, d, causal, 4096, option=option) for causal in (False, True)]
     return rows

@@ -95,10 +95,16 @@ class Fa4:
 
     name = "fa4"
     gradient = None  # of score_mod
-    options = ("", "softcap", "alibi", cases.WINDOW, *cases.SPARSE)
+    options = ("", "softcap", "alibi", *cases.SCORES, cases.WINDOW, *cases.SPARSE)
 
     def __init__(self, case, q, k, v, cu=None, block_mask=None):
+        if case.section == "score" and case.head_dim != 128:
+            raise RuntimeError("left out: each of its kernels takes long to compile")
+        if case.option == "alibi" and not case.causal:
+            raise RuntimeError("left out, for the same reason")
         from flash_attn.cute import interface
+
+        from . import fa4_scores
 
         self.interface = interface
         self.q, self.k, self.v, self.deterministic = q, k, v, case.deterministic
@@ -108,42 +114,35 @@ class Fa4:
         if case.option == "softcap":
             self.arguments["softcap"] = cases.SOFTCAP
         if case.option == "alibi":
-            if not case.causal:
-                raise RuntimeError("ALiBi without a causal mask is not written for it")
-            self.arguments["score_mod"], self.gradient = self.alibi(q.shape[-2])
+            self.arguments["score_mod"], self.gradient = fa4_scores.alibi(q.shape[-2], True)
         self.lists = self.lists_backward = {}
         if case.option in cases.SPARSE:
-            visible, size = block_mask[0, 0] != 0, cases.SPARSE[case.option][1]
-            self.lists, self.lists_backward = self.block_lists(visible, size), self.block_lists(visible.T.contiguous(), size)
+            visible = block_mask[0, 0] != 0
+            self.set_blocks(visible, torch.zeros_like(visible), cases.SPARSE[case.option][1])
+        if case.option in cases.SCORES:
+            name = case.option.removeprefix("score ")
+            more, self.gradient = fa4_scores.arguments(name, q, case.causal, case.seqlen_k)
+            self.arguments.update(more)
+            if "mask_mod" in more:
+                self.set_blocks(*scores.visible_blocks(name, q, case.seqlen_k, 128), 128)
         if cu is not None:
             self.arguments.update(cu_seqlens_q=cu, cu_seqlens_k=cu, max_seqlen_q=case.seqlen_q, max_seqlen_k=case.seqlen_k)
 
-    @staticmethod
-    def alibi(heads):
-        """score_mod of cases.alibi_slopes(heads) under a causal mask, and its derivative."""
-        import cutlass
-        import cutlass.cute as cute
-
-        @cute.jit
-        def score(s, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
-            slope = cute.math.exp2((head_idx + cute.full_like(head_idx, 1)).to(cutlass.Float32) * cute.full_like(s, -8.0 / heads), fastmath=True)
-            return s - slope * (q_idx - kv_idx).to(cutlass.Float32)
-
-        @cute.jit
-        def gradient(grad, s, batch_idx, head_idx, q_idx, kv_idx, seqlen_info, aux_tensors):
-            return grad
-
-        return score, gradient
+    def set_blocks(self, full, partial, size):
+        """Blocks of which all pairs are visible, and those of which some are."""
+        self.lists = self.block_lists(full, partial, size)
+        self.lists_backward = self.block_lists(full.T, partial.T, size)
 
     @staticmethod
-    def block_lists(visible, size):
-        """Blocks that are visible as a whole, by row of blocks; there are no others."""
+    def block_lists(full, partial, size):
+        """By rows of blocks."""
         from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
 
-        counts = visible.sum(1, dtype=torch.int32)
-        indices = torch.argsort(~visible, dim=1, stable=True).to(torch.int32)
-        none = torch.zeros_like(counts), torch.zeros_like(indices)
-        return dict(block_sparse_tensors=BlockSparseTensorsTorch(*(t[None, None].contiguous() for t in (*none, counts, indices)), block_size=(size, size)))
+        lists = []
+        for blocks in (partial, full):
+            lists += [blocks.sum(1, dtype=torch.int32), torch.argsort(~blocks, dim=1, stable=True).to(torch.int32)]
+        lists = [t[None, None].contiguous() for t in lists]
+        return dict(block_sparse_tensors=BlockSparseTensorsTorch(*lists, block_size=(size, size)))
 
     def forward(self):
         self.out, self.lse = self.interface._flash_attn_fwd(self.q, self.k, self.v, return_lse=True, **self.arguments, **self.lists)[:2]
