@@ -401,7 +401,10 @@ class Filler {
               const bool ids =
                   of.fill == reference::GalleryTensor::kDocumentsQ || of.fill == reference::GalleryTensor::kDocumentsK;
               const bool masks = of.fill == reference::GalleryTensor::kMaskingNumbers && percent(5);
-              const double value = masks ? -std::numeric_limits<double>::infinity() : counts ? std::abs(normal()) * 30 : ids ? static_cast<double>(document) : 0.3 * normal();
+              const double value = masks    ? -std::numeric_limits<double>::infinity()
+                                   : counts ? std::abs(normal()) * 30
+                                   : ids    ? static_cast<double>(document)
+                                            : 0.3 * normal();
               t.set(t.element(b, h, i, j), value);
             }
           }

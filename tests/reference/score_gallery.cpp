@@ -191,6 +191,7 @@ struct PairBias {
   }
   template <class real>
   static real score(real s, const Position &p, const Aux &aux) {
+    if (!open(p, aux)) return -std::numeric_limits<real>::infinity();
     return s + static_cast<real>(of_pair(aux, 0, p)) + static_cast<real>(of_pair(aux, 0, before(p))) / 2;
   }
   template <class real>

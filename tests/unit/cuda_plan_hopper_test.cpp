@@ -204,15 +204,17 @@ TEST(CudaPlanHopper, BackwardOfNarrowBlocks) {
   };
   for (const bool listed : {false, true}) {
     for (const int64_t size : {16, 64, 192}) {
-      EXPECT_EQ(kernel(64, 4096, size, listed), "d64b64") << size;
+      EXPECT_EQ(kernel(64, 4096, size, listed), "d64b64n") << size;
       EXPECT_EQ(kernel(128, 4096, size, listed), "d128b64n") << size;
     }
     for (const int64_t size : {128, 256}) {
-      EXPECT_EQ(kernel(64, 4096, size, listed), "d64b") << size;
+      EXPECT_EQ(kernel(64, 4096, size, listed), "d64bn") << size;
       EXPECT_EQ(kernel(128, 4096, size, listed), "d128bn") << size;
     }
   }
   EXPECT_EQ(kernel(128, 500, 64), "d128b") << "too small for a second pass";
+  EXPECT_EQ(kernel(64, 500, 64), "d64b64") << "too small for a second pass";
+  EXPECT_EQ(kernel(64, 500, 128), "d64b") << "too small for a second pass";
 }
 
 // Mixtures of score terms, and biases that the kernels for a bias alone do not take.

@@ -1,8 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a score text defines, without compiling it.
+// What a score text defines, and how kernels may read its tensors, without compiling it.
 #include "core/score_text.h"
 
 #include <gtest/gtest.h>
+
+#include <string>
+
+#include "core/score.h"
 
 namespace fa {
 namespace {
@@ -56,6 +60,87 @@ TEST(ScoreText, KnowsWhetherItNamesInfinity) {
   EXPECT_TRUE(scan_score_text("float f() { return -std::numeric_limits<float>::infinity(); }").names_infinity);
   EXPECT_TRUE(scan_score_text("float f() { return -INFINITY; }").names_infinity);
   EXPECT_FALSE(scan_score_text("float f() { return infinity_2; } // infinity").names_infinity);
+}
+
+// A tensor of (1, 2, 64, 96) in a call with a text; what differs is changed by the cases.
+struct TensorCase {
+  std::string text =
+      "template <class real> real score(real s, const Position &p, const Aux &aux) { return s + of_pair(aux, 0, p); }";
+  Dtype operands = Dtype::bf16;
+  fa_dtype dtype = FA_BFLOAT16;
+  uint32_t access = FA_SCORE_BY_HEAD | FA_SCORE_BY_QUERY | FA_SCORE_BY_KEY;
+  int64_t shape[4] = {1, 2, 64, 96}, stride[4] = {0, 6144, 96, 1};
+  int64_t offset = 0;  // bytes
+
+  ScoreCall call() const {
+    alignas(16) static char memory[64];
+    fa_attention attention;
+    fa_attention_init(&attention, sizeof attention);
+    fa_score_tensor tensor{};
+    tensor.access = access;
+    tensor.tensor.data = memory + offset;
+    tensor.tensor.dtype = dtype;
+    tensor.tensor.ndim = 4;
+    std::copy_n(shape, 4, tensor.tensor.shape);
+    std::copy_n(stride, 4, tensor.tensor.stride);
+    attention.score_tensors = &tensor;
+    attention.num_score_tensors = 1;
+    fa_score_source source;
+    fa_score_source_init(&source, sizeof source);
+    source.text = text.c_str();
+    MaskedProblem p;
+    p.q.dtype = operands;
+    p.batch = 1;
+    p.heads_q = 2;
+    p.q_lengths.max_len = 64;
+    p.k_lengths.max_len = 96;
+    ScoreCall result;
+    result.text = scan_score_text(text);
+    Pointers pointers;
+    ErrorText error;
+    EXPECT_EQ(normalise_score(attention, &source, p, result, pointers, error), FA_OK) << error.text;
+    return result;
+  }
+};
+
+TEST(ScoreText, FindsTheTensorThatKernelsStage) {
+  const auto staged = [](const auto &change) {
+    TensorCase c;
+    change(c);
+    return c.call().tile_tensor;
+  };
+  EXPECT_EQ(staged([](TensorCase &) {}), 0);
+  EXPECT_EQ(staged([](TensorCase &c) { c.operands = Dtype::f16; }), -1);
+  EXPECT_EQ(staged([](TensorCase &c) { c.operands = Dtype::f16, c.dtype = FA_FLOAT16; }), 0);
+  EXPECT_EQ(staged([](TensorCase &c) { c.dtype = FA_FLOAT32; }), -1);
+  EXPECT_EQ(staged([](TensorCase &c) { c.offset = 8; }), -1);
+  EXPECT_EQ(staged([](TensorCase &c) { c.stride[2] = 100; }), -1);
+  EXPECT_EQ(staged([](TensorCase &c) { c.stride[1] = -6144; }), -1);
+  EXPECT_EQ(staged([](TensorCase &c) { c.stride[3] = 2; }), -1);
+  EXPECT_EQ(staged([](TensorCase &c) { c.shape[2] = 1; }), 0);
+  EXPECT_EQ(staged([](TensorCase &c) { c.shape[3] = 1; }), -1);
+  EXPECT_EQ(staged([](TensorCase &c) { c.access = FA_SCORE_BY_ANY; }), -1);
+  EXPECT_EQ(staged([](TensorCase &c) { c.access = FA_SCORE_BY_HEAD | FA_SCORE_BY_KEY, c.shape[2] = 1; }), -1);
+  EXPECT_EQ(staged([](TensorCase &c) { c.text.replace(c.text.find("of_pair(aux, 0, p)"), 18, "element(aux, 0, 1)"); }), -1);
+}
+
+TEST(ScoreText, KnowsWhetherAScoreMayMask) {
+  const auto masks = [](const auto &change) {
+    TensorCase c;
+    c.access = FA_SCORE_BY_HEAD;
+    c.shape[2] = c.shape[3] = 1;
+    change(c);
+    return masks_by_score(c.call());
+  };
+  EXPECT_FALSE(masks([](TensorCase &) {}));
+  EXPECT_TRUE(masks([](TensorCase &c) { c.access |= FA_SCORE_BY_QUERY, c.shape[2] = 64; }));
+  EXPECT_TRUE(masks([](TensorCase &c) { c.access |= FA_SCORE_BY_KEY, c.shape[3] = 96; }));
+  EXPECT_TRUE(masks([](TensorCase &c) { c.access = FA_SCORE_BY_ANY; }));
+  EXPECT_FALSE(masks([](TensorCase &c) { c.access = FA_SCORE_BY_ANY, c.dtype = FA_INT32; }));
+  EXPECT_TRUE(masks([](TensorCase &c) { c.text += " // INFINITY\nconst float x = -INFINITY;"; }));
+  EXPECT_FALSE(masks([](TensorCase &c) {
+    c.access = FA_SCORE_BY_ANY, c.text = "bool visible(const Position &p, const Aux &) { return p.i > p.j; }";
+  }));
 }
 
 TEST(ScoreText, EndsAnywhere) {

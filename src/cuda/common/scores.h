@@ -35,7 +35,7 @@ constexpr ScoreSet kMaxLogit = 256;
 constexpr ScoreSet kScoreText = 512;
 // A score text beside other terms than masks.
 constexpr ScoreSet kScoreTextAndTerms = 1024;
-// A score text that reads a tensor which kernels can load as they load kTileBias.
+// A score text, without masks as data, that reads a tensor which kernels can load as they load kTileBias.
 constexpr ScoreSet kTextTile = 8192;
 
 
@@ -116,7 +116,7 @@ inline ScoreSet scores_of(const MaskedProblem &p) {
   if (p.score_text.given) {
     if ((scores & ~(kDataMask | kBlockMask)) != 0) scores |= kScoreTextAndTerms;
     scores |= kScoreText;
-    if (p.score_text.tile_tensor >= 0) scores |= kTextTile;
+    if (p.score_text.tile_tensor >= 0 && (scores & kMasked) == 0) scores |= kTextTile;
   }
   return scores;
 }

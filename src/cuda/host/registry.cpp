@@ -61,11 +61,11 @@ constexpr auto concatenate(const std::array<KernelRow, kCounts> &...tables) {
 // Kernels for masks as data take left padding as one of them.
 constexpr FeatureSet left_padding_by_mask(ScoreSet scores) { return (scores & kDataMask) != 0 ? kLeftPadding : 0; }
 
-// What a Hopper kernel takes with a score text. A tensor that could be staged goes to a line that stages it, where there is one.
+// What a Hopper kernel takes with a score text. A tensor that can be staged goes to a line that stages it, where there is one for the columns.
 template <class Shape>
 constexpr ScoreSet hopper_text(const Shape &shape) {
   if (!shape.takes_score_text()) return kPlain;
-  return kScoreText | (stages_bias(shape.scores) || !shape.leaves_text_tiles() ? kTextTile : kPlain);
+  return kScoreText | (stages_bias(shape.scores) || shape.reads_text_tiles() ? kTextTile : kPlain);
 }
 
 constexpr FeatureSet kCacheFeatures = kPagedKv | kSplitKv | kBatchInvariant | kDeterministic | kPlainScores | kNoTma;
