@@ -283,8 +283,9 @@ void expect_with_nvrtc(const char *library, const std::vector<std::pair<const ch
         job.arch = "sm_90a";
         CompiledCode code;
         ErrorText error;
-        const fa_status got = compile(job, code, error);
-        std::fprintf(stderr, "%d: %s%s", int{got}, error.text, code.cubin.c_str());
+        const fa_status got = compile_with_text(job, code, error);
+        std::fprintf(stderr, "%d: %s%s%s%s", int{got}, error.text, code.cubin.c_str(), code.serialised ? ", serialised" : "",
+                     code.alone ? ", alone" : "");
         std::exit(got == status ? 0 : 1);
       },
       ::testing::ExitedWithCode(0), text);
@@ -293,7 +294,11 @@ void expect_with_nvrtc(const char *library, const std::vector<std::pair<const ch
 TEST(Nvrtc, AnyFailureHasAStatusAndASentence) {
   const char *const fake = FA_FAKE_NVRTC;
   expect_with_nvrtc(fake, {}, FA_OK, "0: code");
-  expect_with_nvrtc("/nonexistent/libnvrtc.so", {}, FA_ERROR_NOT_BUILT, "FLASHATTN_NVRTC names /nonexistent/libnvrtc.so");
+  // Texts with which ptxas serialises wgmma are compiled again, to run while none does.
+  const char *const serialised = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized";
+  expect_with_nvrtc(fake, {{"FAKE_NVRTC_LOG", serialised}}, FA_OK, "0: code, alone$");
+  expect_with_nvrtc(fake, {{"FAKE_NVRTC_LOG", serialised}, {"FAKE_NVRTC_LOG_ALONE", serialised}}, FA_OK, "0: code, serialised$");
+  expect_with_nvrtc("/nonexistent/libnvrtc.so" , {}, FA_ERROR_NOT_BUILT, "FLASHATTN_NVRTC names /nonexistent/libnvrtc.so");
   expect_with_nvrtc(FA_INCOMPLETE_NVRTC, {}, FA_ERROR_NOT_BUILT, "has no nvrtcDestroyProgram");
   expect_with_nvrtc(fake, {{"FAKE_NVRTC_VERSION", "11.8"}}, FA_ERROR_NOT_BUILT, "version 11.8; score texts need 12.0");
   expect_with_nvrtc(fake, {{"FAKE_NVRTC_RESULT", "1"}}, FA_ERROR_OUT_OF_MEMORY, "no memory");
@@ -365,6 +370,8 @@ class KernelCacheTest : public ::testing::Test {
     EXPECT_EQ(code.cubin, code_.cubin);
     EXPECT_EQ(code.registers, code_.registers);
     EXPECT_EQ(code.spill_bytes, code_.spill_bytes);
+    EXPECT_EQ(code.serialised, code_.serialised);
+    EXPECT_EQ(code.alone, code_.alone);
     return true;
   }
   static std::string contents(const std::string &path) {
@@ -380,7 +387,7 @@ class KernelCacheTest : public ::testing::Test {
 
   std::filesystem::path root_, directory_;
   const std::string key_ = kernel_cache_key({"one", "two"});
-  const CompiledCode code_{std::string(5000, 'x') + "end", 168, 12, false};
+  const CompiledCode code_{std::string(5000, 'x') + "end", 168, 12, false, true};
 };
 
 TEST_F(KernelCacheTest, FindsWhatItStored) {

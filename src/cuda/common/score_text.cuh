@@ -28,6 +28,16 @@ struct ScoreText {
   static constexpr bool kGiven = true;
   static constexpr bool kScores = FA_TEXT_HAS_SCORE, kVisible = FA_TEXT_HAS_VISIBLE, kTile = FA_TEXT_HAS_TILE;
   static constexpr bool kMasksByScore = FA_TEXT_MASKS_BY_SCORE;  // a score of -inf masks the pair
+#ifdef FA_TEXT_MASKS_ALONE
+  static constexpr bool kMasksAlone = FA_TEXT_MASKS_ALONE;  // the problem has no masks as data but those of the text
+#else
+  static constexpr bool kMasksAlone = false;
+#endif
+#ifdef FA_TEXT_ALONE
+  static constexpr bool kAlone = true;  // no wgmma may run while the text does: ptxas would wait for each one
+#else
+  static constexpr bool kAlone = false;
+#endif
 
   const ScorePlace &place;
   const ScoreTextArgs &args;
@@ -107,7 +117,8 @@ struct ScoreText {
 #else
 
 struct ScoreText {
-  static constexpr bool kGiven = false, kScores = false, kVisible = false, kTile = false, kMasksByScore = false;
+  static constexpr bool kGiven = false, kScores = false, kVisible = false, kTile = false, kMasksByScore = false,
+                        kMasksAlone = false, kAlone = false;
 
   const ScorePlace &place;
   const ScoreTextArgs &args;

@@ -249,6 +249,7 @@ class CudaBackend final : public Backend, private StreamWork {
         std::string state = "; compiled with the score text";
         if (kernel->spill_bytes > 0) state += ", which spills " + std::to_string(kernel->spill_bytes) + " bytes of registers";
         if (kernel->serialised) state += ", and serialises wgmma";
+        if (kernel->alone) state += ", which runs while no wgmma does, because the compiler would serialise them";
         return state;
       }
     }

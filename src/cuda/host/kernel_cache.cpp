@@ -24,7 +24,7 @@ constexpr size_t kMostBytes = size_t{4} << 20, kKeyBytes = 64, kDigestBytes = 32
 constexpr size_t kMostFiles = 1024, kMostTotal = size_t{256} << 20;
 
 struct Numbers {
-  int32_t registers, spill_bytes, serialised, unused;
+  int32_t registers, spill_bytes, serialised, alone;
   uint64_t cubin_bytes;
 };
 
@@ -158,14 +158,14 @@ bool KernelCache::find(const std::string &key, CompiledCode &code) const {
   Numbers numbers;
   std::memcpy(&numbers, bytes.data() + kMagic.size() + kKeyBytes, sizeof numbers);
   if (numbers.cubin_bytes != content.size() - kHeader) return false;
-  code = {std::string(content.substr(kHeader)), numbers.registers, numbers.spill_bytes, numbers.serialised != 0};
+  code = {std::string(content.substr(kHeader)), numbers.registers, numbers.spill_bytes, numbers.serialised != 0, numbers.alone != 0};
   return true;
 }
 
 void KernelCache::store(const std::string &key, const CompiledCode &code) const {
   const File directory(open_directory(/*make=*/true));
   if (!directory) return;
-  const Numbers numbers{code.registers, code.spill_bytes, code.serialised, 0, code.cubin.size()};
+  const Numbers numbers{code.registers, code.spill_bytes, code.serialised, code.alone, code.cubin.size()};
   std::string bytes = std::string(kMagic) + key;
   bytes.append(reinterpret_cast<const char *>(&numbers), sizeof numbers);
   bytes += code.cubin;

@@ -202,6 +202,19 @@ fa_status compile(const CompileJob &job, CompiledCode &code, ErrorText &error) {
   return task.status;
 }
 
+fa_status compile_with_text(const CompileJob &job, CompiledCode &code, ErrorText &error) {
+  FA_RETURN_IF_ERROR(compile(job, code, error));
+  if (!code.serialised) return FA_OK;
+  CompileJob again = job;
+  again.text = "#define FA_TEXT_ALONE 1\n" + job.text;
+  CompiledCode alone;
+  FA_RETURN_IF_ERROR(compile(again, alone, error));
+  if (alone.serialised) return FA_OK;
+  code = std::move(alone);
+  code.alone = true;
+  return FA_OK;
+}
+
 void read_log(const std::string &log, CompiledCode &code) {
   std::istringstream lines(log);
   for (std::string line; std::getline(lines, line);) {

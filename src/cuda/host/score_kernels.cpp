@@ -22,7 +22,7 @@ std::string ScoreKernels::key_of(const ScoreCall &call, const ScoreProgram &p) {
           static_cast<char>(p.quantised),
           static_cast<char>(main ? p.dtype : Dtype::f32),
           static_cast<char>(main ? p.shape : 0),
-          static_cast<char>(main ? 2 * p.vector_rows + p.fp32_rows : 0)};
+          static_cast<char>(main ? 4 * p.other_masks + 2 * p.vector_rows + p.fp32_rows : 0)};
   add(main && p.family == Family::sm80 ? p.scores : 0);
   for (int32_t n = 0; n < call.aux.num_tensors; ++n) {
     add(static_cast<uint32_t>(call.tensors[n].dtype));
@@ -71,6 +71,7 @@ fa_status load(const Driver &driver, const CompiledCode &code, const std::string
   }
   kernel.spill_bytes = code.spill_bytes;
   kernel.serialised = code.serialised;
+  kernel.alone = code.alone;
   const auto [first, added] = loaded_kernels().add(key, kernel);
   if (!added) driver.cuLibraryUnload(library);
   kernel = first;
@@ -92,7 +93,7 @@ fa_status ScoreKernels::make(const ScoreCall &call, const ScoreProgram &program,
     job.headers = {{"cuda/common/score_text_of_program.h", header.c_str()}};
     job.arch = arch;
     job.exact = program.exact();
-    FA_RETURN_IF_ERROR(compile(job, code, error));
+    FA_RETURN_IF_ERROR(compile_with_text(job, code, error));
     disk_.store(key, code);
   }
   return load(driver_, code, key, kernel, error);

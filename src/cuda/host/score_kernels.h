@@ -18,7 +18,7 @@ namespace fa::cuda {
 struct ScoreKernel {
   CUkernel handle = nullptr;
   int32_t spill_bytes = -1;  // as in CompiledCode
-  bool serialised = false;
+  bool serialised = false, alone = false;
 };
 
 class ScoreKernels {

@@ -185,6 +185,7 @@ ScoreProgram score_program(const ForwardProblem &p, const ForwardPlan &plan) {
   program.dtype = p.q.dtype;
   program.scores = terms_of_program(p, kernel_of(plan)) | (p.max_logit != nullptr ? kMaxLogit : kPlain);
   program.vector_rows = plan.vector.q && plan.vector.k && plan.vector.v && plan.vector.out;
+  program.other_masks = plan.family == Family::sm90 && (p.masked_by_data() || p.seqstart_k != nullptr);
   return program;
 }
 
@@ -210,6 +211,7 @@ std::string source_of(const ScoreProgram &p) {
   // No more than the kernel depends on, so that few are compiled.
   if (p.kernel == ScoreProgram::Kernel::main) {
     define(source, "FA_SHAPE", std::to_string(p.shape));
+    if (p.family == Family::sm90) define(source, "FA_TEXT_MASKS_ALONE", p.other_masks ? "0" : "1");
     if (p.family == Family::sm80) define(source, "FA_PROGRAM_SCORES", std::to_string(p.scores) + "u");
     if (p.family == Family::sm90 || p.family == Family::sm80) {
       define(source, "FA_ELEMENT", p.dtype == Dtype::bf16 ? "__nv_bfloat16" : "__half");

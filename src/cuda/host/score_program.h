@@ -25,6 +25,7 @@ struct ScoreProgram {
   // known_fp32() of rows.cuh.
   ScoreSet scores = kScoreText;
   bool vector_rows = true, fp32_rows = false;
+  bool other_masks = false;  // Hopper, forward: masks as data beside those of the text
 
   bool operator==(const ScoreProgram &) const = default;
 

@@ -393,12 +393,15 @@ class Backward : ProducerWarps<C> {
     [[maybe_unused]] bool map_partial = false;  // masks as data may mask a pair
     if constexpr (C::kHasDataMask) {
       q_tile = visited(n, &VisitedQTile::q_tile);
-      if (C::kHasScoreText) {  // text.visible() tells of pairs, below
-        map_partial = codes != VisitedQTile::kAllCellsFull;
-        shown.set_all();
-      } else if (codes != VisitedQTile::kAllCellsFull) {
-        shown.find(cta_.params.mask, cta_.problem, cta_.work().batch, visited(n, &VisitedQTile::head_q), q_tile * C::kTileQ,
-                   first_key(), codes >> 2 * (C::kTileQ / kCell) * wg_);
+      if (codes != VisitedQTile::kAllCellsFull) {
+        const int head_q = visited(n, &VisitedQTile::head_q);
+        const uint32_t own_codes = codes >> 2 * (C::kTileQ / kCell) * wg_;
+        if constexpr (C::kHasScoreText) {
+          if constexpr (ScoreText::kAlone) wgmma_wait<0>();
+          cta_.find_shown_by_text(shown, head_q, q_tile * C::kTileQ, first_key(), own_codes);
+        } else {
+          shown.find(cta_.params.mask, cta_.problem, cta_.work().batch, head_q, q_tile * C::kTileQ, first_key(), own_codes);
+        }
         map_partial = true;
       } else {
         shown.set_all();
@@ -455,12 +458,13 @@ class Backward : ProducerWarps<C> {
         st_shared_4(smem_shown(), shown.word[0]);
       }
     }
-    wgmma_wait<C::kMixtures ? 0 : 1>();
+    wgmma_wait<C::kMixtures || ScoreText::kAlone ? 0 : 1>();
     fence_operand(s_);
+    if constexpr (ScoreText::kAlone) fence_operand(dp_);
     float finite = 0.f;  // NaN if anything is not finite
-    if (masked || (C::kHasScoreText && (partial || ScoreText::kMasksByScore))) finite = nan_if_nonfinite(s_);
+    if (masked || (C::kTextScores && ScoreText::kMasksByScore)) finite = nan_if_nonfinite(s_);
     if (!C::kNanSafe && partial) note_nonfinite(nan_if_nonfinite(s_));
-    if constexpr (C::kHasScoreText) {
+    if constexpr (C::kTextScores) {
       int head_q = cta_.work().head_k * static_cast<int>(cta_.problem.group) + head_in_group_;
       if constexpr (C::kHasDataMask) head_q = visited(n, &VisitedQTile::head_q);
       uint32_t staged = 0;
@@ -468,8 +472,7 @@ class Backward : ProducerWarps<C> {
         mbarrier_wait(bias_full(n % Storage::kBiasStages), n / Storage::kBiasStages & 1);
         staged = smem_bias(n % Storage::kBiasStages, wg_);
       }
-      const bool hidden =
-          cta_.exponentiate_text(p16_, s_, smem_lse(stage_), head_q, first_key(), q_tile * C::kTileQ, partial, staged);
+      const bool hidden = cta_.exponentiate_text(p16_, s_, smem_lse(stage_), head_q, first_key(), q_tile * C::kTileQ, staged);
       if constexpr (C::kStagesBias) release_bias(n % Storage::kBiasStages);
       masked = ScoreText::kMasksByScore ? named_barrier_or(1 + wg_, 128, partial || hidden) : partial;
     } else if constexpr (C::kMixtures) {
@@ -496,7 +499,7 @@ class Backward : ProducerWarps<C> {
         }
       } else if (partial) {
 #pragma unroll
-        for (int w = 0; w < C::kTileQ / 64; ++w) shown.for_hidden(w, [&](int at) { s_[32 * w + at] = kMaskedP; });
+        for (int w = 0; w < C::kTileQ / 64; ++w) shown.for_hidden(w, [&](int at) { cta_.mask_element(p16_, s_, 32 * w + at); });
       }
     }
     if constexpr (!C::kConvertsEarly) convert_p<Element>(s_, p16_);
@@ -752,7 +755,7 @@ class Backward : ProducerWarps<C> {
     for (int part = 0; part < C::kDpParts; ++part) {
       if (part > 0) redo_dp(part);
       compute_ds(part);
-      if constexpr (C::kHasBias || C::kHasScoreText) {
+      if constexpr (C::kHasBias || C::kTextScores) {
         cta_.mask_ds(dp_, [&](int n) { return is_masked_p(s_[part * 32 + n]); });
       } else {
         cta_.mask_ds(dp_, first_key(), q_tile * C::kTileQ + part * 64);

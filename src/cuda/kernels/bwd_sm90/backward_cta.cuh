@@ -29,6 +29,7 @@
 #include "cuda/kernels/bwd_sm90/backward_work.cuh"
 #include "cuda/kernels/bwd_sm90/bias.cuh"
 #include "cuda/kernels/bwd_sm90/dropout.cuh"
+#include "cuda/kernels/bwd_sm90/shown_pairs.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -152,30 +153,37 @@ struct BackwardCta : BackwardWork<C> {
       for (int r = 0; r < 2; ++r) p16[j / 2][j % 2 * 2 + r] = pack2<Element>(p[2 * r], p[2 * r + 1]);
     }
   }
-  // With a score text, the same. P of a pair that the text masks is -0. `partial`: pairs of the tile may be masked. `staged`: the warpgroup's tile of the
-  // tensor that the kernel stages, if it stages one. Returns whether the text masks any.
+  __device__ __forceinline__ ScorePlace score_place(int head_q) const {
+    const WorkTile &t = work();
+    return {t.batch,
+            head_q,
+            t.seqlen_q,
+            t.seqlen_k,
+            problem.q_lengths.cu != nullptr ? t.q_start : 0,
+            problem.k_lengths.cu != nullptr ? t.k_start : 0};
+  }
+  // The pairs that a score text shows of queries from row0 on and the keys from key0 on; codes as for ShownPairs::find().
+  __device__ __forceinline__ void find_shown_by_text(ShownPairs<C::kTileQ> &shown, int head_q, int row0, int key0,
+                                                     uint32_t codes) const {
+    const ScorePlace place = score_place(head_q);
+    shown.find(ScoreText{place, score_text_args(params)}, row0, key0, codes);
+  }
+  // With a score text, the same. P of a pair whose score is -infinity is -0. `staged`: the warpgroup's tile of the tensor that the kernel stages, if it
+  // stages one. Returns whether there is such a pair.
   template <int kSteps>
   __device__ __forceinline__ bool exponentiate_text(uint32_t (&p16)[kSteps][4], float (&s)[kSteps * 8], uint32_t smem_lse,
-                                                    int head_q, int first_key, int first_row, bool partial,
+                                                    int head_q, int first_key, int first_row,
                                                     [[maybe_unused]] uint32_t staged = 0) const {
-    const WorkTile &t = work();
-    const ScorePlace place{t.batch,
-                           head_q,
-                           t.seqlen_q,
-                           t.seqlen_k,
-                           problem.q_lengths.cu != nullptr ? t.q_start : 0,
-                           problem.k_lengths.cu != nullptr ? t.k_start : 0};
+    const ScorePlace place = score_place(head_q);
     const ScoreText text{place, score_text_args(params)};
     const int key0 = first_key + warp * 16 + (lane >> 2), row0 = first_row + 2 * (lane & 3);
     const float scale = ScoreText::kScores ? kLog2e : problem.softmax_scale * kLog2e, softmax_scale = problem.softmax_scale;
     const auto key_number = static_cast<float>(key0), row_number = static_cast<float>(row0);
     if constexpr (!ScoreText::kScores) {
-      if (!partial) {
-        exponentiate_plain(s, scale, [&](int j) { return row_stat(smem_lse, j); });
+      exponentiate_plain(s, scale, [&](int j) { return row_stat(smem_lse, j); });
 #pragma unroll
-        for (int n = 0; n < kSteps * 8; n += 2) p16[n / 8][n % 8 / 2] = pack2<Element>(s[n], s[n + 1]);
-        return false;
-      }
+      for (int n = 0; n < kSteps * 8; n += 2) p16[n / 8][n % 8 / 2] = pack2<Element>(s[n], s[n + 1]);
+      return false;
     }
     bool hidden = false;
     [[maybe_unused]] BiasPairs<Element, 16> pairs;  // of the staged tensor
@@ -195,8 +203,7 @@ struct BackwardCta : BackwardWork<C> {
         if constexpr (ScoreText::kScores)
           x = text.score_and_derivative(x * softmax_scale, row, key, row_number + static_cast<float>(8 * j + (r & 1)),
                                         key_number + static_cast<float>(8 * (r >> 1)), derivative, element);
-        if (ScoreText::kVisible && partial && !text.visible(row, key)) x = -CUDART_INF_F;
-        const bool masked = (ScoreText::kMasksByScore || (ScoreText::kVisible && partial)) && x == -CUDART_INF_F;
+        const bool masked = ScoreText::kMasksByScore && x == -CUDART_INF_F;
         hidden |= masked;
         p[r] = masked ? kMaskedP : exp2_approx(fmaf(x, scale, -((r & 1) ? lse.y : lse.x)));
         s[4 * j + r] = masked ? kMaskedP : p[r] * derivative;

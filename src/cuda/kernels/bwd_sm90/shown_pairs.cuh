@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/common/data_mask.cuh"
+#include "cuda/common/score_text.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -55,6 +56,24 @@ struct ShownPairs {
       }
       // Keeps the compiler from moving any of this to where the bits are used.
       asm volatile("" : "+r"(bits));
+      word[w] = bits;
+    }
+  }
+
+  // The same by a score text alone.
+  __device__ __forceinline__ void find(const ScoreText &text, int row0, int key0, uint32_t cell_codes) {
+    const int lane = static_cast<int>(threadIdx.x & 31), warp = static_cast<int>(threadIdx.x >> 5 & 3);
+    const int key = key0 + 16 * warp + (lane >> 2), query = row0 + 2 * (lane & 3);
+#pragma unroll
+    for (int w = 0; w < kWords; ++w) {
+      const uint32_t code = cell_codes >> 2 * w & 3;
+      uint32_t bits = code == 0 ? 0u : ~0u;
+      if (ScoreText::kVisible && code > 1) {
+#pragma unroll
+        for (int n = 0; n < 32; ++n)
+          if (!text.visible(query + 64 * w + 8 * (n / 4) + (n & 1), key + 8 * (n >> 1 & 1))) bits &= ~(1u << bit(n));
+      }
+      asm volatile("" : "+r"(bits));  // as above
       word[w] = bits;
     }
   }

@@ -20,7 +20,8 @@ struct BackwardConfig {
   static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
   // A bias in shared memory, or in its place a tensor of the score text.
   static constexpr bool kStagesBias = kHasBias || (kScores & kTextTile) != 0;
-  static constexpr bool kConvertsEarly = kScored || kHasDropout || kHasScoreText;  // P, in exponentiate()
+  static constexpr bool kTextScores = kHasScoreText && ScoreText::kScores;       // the text has more than masks
+  static constexpr bool kConvertsEarly = kScored || kHasDropout || kTextScores;  // P, in exponentiate()
   static constexpr bool kRotates = kScores == kPlain;  // main loops without masked pairs begin with Q tiles of their own
   static constexpr bool kSplitTail =
       kScores == kPlain;  // the plan may divide the last work tiles among all CTAs (split_tail.h)

@@ -137,41 +137,44 @@ class BackwardPSmemPersistent {
     return (state & kPrevNanSafe) != 0 || ((state & kPrevPartial) != 0 && ld_shared_4(cluster().flag(ds_stage)) != 0);
   }
 
-  // For mixtures: what is known of iteration n before S has been computed.
+  // For mixtures, and masks of a score text: what is known of iteration n before S has been computed.
   struct ScoreTerms {
     DroppedPairs<C::kTileQ> dropped;
     ShownPairs<C::kTileQ> shown;
   };
+  struct TextTerms {
+    ShownPairs<C::kTileQ> shown;
+  };
   struct NoScoreTerms {};
-  using Terms = std::conditional_t<C::kMixtures, ScoreTerms, NoScoreTerms>;
+  static constexpr bool kHasTextMasks = C::kHasScoreText && C::kHasDataMask;
+  using Terms = std::conditional_t<C::kMixtures, ScoreTerms, std::conditional_t<kHasTextMasks, TextTerms, NoScoreTerms>>;
 
   // Finds them, when Q has arrived and while S is computed.
   __device__ __forceinline__ void find_terms(Terms &terms, int n) const {
-    if constexpr (C::kMixtures) {
+    if constexpr (C::kMixtures || kHasTextMasks) {
       const int head_q = cta().visited(n, &VisitedQTile::head_q), row0 = cta().visited(n, &VisitedQTile::q_tile) * C::kTileQ;
-      const uint32_t codes = cta().visited(n, &VisitedQTile::cell_codes);
-      if (codes != VisitedQTile::kAllCellsFull) {
-        terms.shown.find(cta().params.mask, cta().problem, cta().work().batch, head_q, row0, cluster().first_key(),
-                         codes >> 2 * cluster().rank);
-      } else {
+      const uint32_t codes = cta().visited(n, &VisitedQTile::cell_codes), own_codes = codes >> 2 * cluster().rank;
+      if (codes == VisitedQTile::kAllCellsFull) {
         terms.shown.set_all();
+      } else if constexpr (kHasTextMasks) {
+        cta().find_shown_by_text(terms.shown, head_q, row0, cluster().first_key(), own_codes);
+      } else {
+        terms.shown.find(cta().params.mask, cta().problem, cta().work().batch, head_q, row0, cluster().first_key(), own_codes);
       }
-      if (cta().drops()) cta().draw(terms.dropped, smem_dropout_key(), head_q, row0, cluster().first_key());
-      if (cta().has_bias()) bias_of(head_q, row0).fetch();
+      if constexpr (C::kMixtures) {
+        if (cta().drops()) cta().draw(terms.dropped, smem_dropout_key(), head_q, row0, cluster().first_key());
+        if (cta().has_bias()) bias_of(head_q, row0).fetch();
+      }
     }
   }
   __device__ __forceinline__ BiasInPlace bias_of(int head_q, int row0) const {
     return BiasInPlace(cta().problem.bias, cta().work(), head_q, row0, cluster().first_key(), cta().warp, cta().lane);
   }
   __device__ __forceinline__ uint32_t smem_dropout_key() const { return cta().at(offsetof(typename C::Storage, dropout_key)); }
-  // Whether pairs of a Q tile may be masked: by bands, lengths and masks as data, or in any way. Both CTAs get the same answer.
-  __device__ __forceinline__ bool is_partial_by_masks(int q_tile, [[maybe_unused]] int n) const {
+  // Whether pairs of a Q tile may be masked. Both CTAs get the same answer.
+  __device__ __forceinline__ bool is_partial(int q_tile, [[maybe_unused]] int n) const {
     bool partial = cluster().is_partial(q_tile);
     if constexpr (C::kHasDataMask) partial |= cta().visited(n, &VisitedQTile::cell_codes) != VisitedQTile::kAllCellsFull;
-    return partial;
-  }
-  __device__ __forceinline__ bool is_partial(int q_tile, int n) const {
-    bool partial = is_partial_by_masks(q_tile, n);
     if constexpr (C::kMixtures) partial |= cta().has_bias();
     if constexpr (C::kHasScoreText) partial |= ScoreText::kMasksByScore;
     return partial;
@@ -217,9 +220,9 @@ class BackwardPSmemPersistent {
         exchange_.store_p(s, n, terms.shown.word[0]);
       } else if constexpr (C::kHasScoreText) {
         if constexpr (C::kHasDataMask) head_q = cta().visited(n, &VisitedQTile::head_q);
-        cta().exponentiate_text(p16, s, cluster().smem_lse(stage), head_q, cluster().first_key(), q_tile * C::kTileQ,
-                                is_partial_by_masks(q_tile, n));
+        cta().exponentiate_text(p16, s, cluster().smem_lse(stage), head_q, cluster().first_key(), q_tile * C::kTileQ);
         if (partial) cta().mask_p(p16, s, cluster().first_key(), q_tile * C::kTileQ);
+        if constexpr (kHasTextMasks) terms.shown.for_hidden(0, [&](int at) { cta().mask_element(p16, s, at); });
         exchange_.store_p(s, n);
       } else {
         cta().exponentiate(p16, s, cluster().smem_lse(stage), cluster().first_key(), q_tile * C::kTileQ,
@@ -291,7 +294,7 @@ class BackwardPSmemPersistent {
         add_dq_part(dq, state, prev_tile, 1);
         signal_dq_added();
       }
-      if (C::kMixtures && state >= 2 * kOneQTile) find_terms(terms, n + 1);
+      if ((C::kMixtures || kHasTextMasks) && state >= 2 * kOneQTile) find_terms(terms, n + 1);
       wgmma_wait<0>();
       fence_operand(s);
       if (prev_tile < 0) mbarrier_wait(cluster().peer_k_full(), cta().work().work_index & 1);  // for dq

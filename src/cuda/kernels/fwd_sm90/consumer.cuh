@@ -303,18 +303,18 @@ class Consumer {
     uint32_t visible[2];
     mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     // Masks as data take many registers. S is not in use yet.
-    if (C::kHasDataMask && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);
+    constexpr bool kAsksBesideS = C::kHasDataMask ? ScoreText::kMasksAlone && !ScoreText::kAlone : kSpareRegisters;
+    if (C::kHasDataMask && !kAsksBesideS && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);
     if (!kEarlyK) wait_v();
     fence_operands();
     issue_qk();
     draw_dropout(t, i);
     // While the wgmmas run.
-    if (kSpareRegisters && !C::kHasDataMask && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);
+    if (kAsksBesideS && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);
     if (kEarlyK) wait_v();
     wgmma_fence();
     issue_pv(first_pv);
-    wgmma_wait<1>();
-    fence_operand(s_);
+    wait_s();
     release_k(i + 1 == kv_tiles);
     if constexpr (C::kHasBias) {
       bias_.wait();
@@ -332,7 +332,7 @@ class Consumer {
         bias_.add_global(t, bias_batch(), first_key(t, i, /*released=*/true), s_);
       }
     }
-    if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/false>(t, first_key(t, i, /*released=*/true), masked);
+    if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/false>(t, first_key(t, i, /*released=*/true));
     if (masked) {
       if (!kSpareRegisters && !C::kHasDataMask) find_visible(t, first_key(t, i, /*released=*/true), visible);
       apply_mask(visible);
@@ -361,10 +361,9 @@ class Consumer {
     issue_qk();
     draw_dropout(t, i);  // before issue_pv(), which holds the warp
     if (kEarlyK) mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
-    if (kEarlyK || C::kDropoutKeyInSmem) wgmma_fence();
+    if (kEarlyK || C::kHasDropout) wgmma_fence();
     issue_pv(first_pv);
-    wgmma_wait<1>();
-    fence_operand(s_);
+    wait_s();
     if constexpr (!kKeepsOperands) release_k(last);
     if constexpr (C::kHasBias) {
       bias_.wait();
@@ -376,7 +375,7 @@ class Consumer {
     if constexpr (C::kMixtures) {
       if (bias_.staged()) bias_.add_staged(s_);
     }
-    if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/true>(t, first_key(t, i, /*released=*/true), /*masked=*/false);
+    if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/true>(t, first_key(t, i, /*released=*/true));
     float sum[2] = {0.f, 0.f};
     bool rescaled;  // out must be multiplied by softmax_.rescale
     bool searches = true;
@@ -422,6 +421,15 @@ class Consumer {
     convert_p();
   }
 
+  // Waits for S, while out += P V goes on.
+  __device__ __forceinline__ void wait_s() {
+    wgmma_wait<ScoreText::kAlone ? 0 : 1>();
+    fence_operand(s_);
+    if constexpr (ScoreText::kAlone) {
+      fence_operand(out_);
+      fence_operand(p_operand_);
+    }
+  }
   // S has been computed; `last`: it was the last one of the work tile.
   __device__ __forceinline__ void release_k(bool last) {
     mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
@@ -556,16 +564,10 @@ class Consumer {
           s_, p_, a_.raw, [&](int) { return head; }, [&](int r) { return at_.row(t, r) + diagonal; });
     }
   }
-  // The score text, for the KV tile that begins with key0. In KV tiles that are not masked every pair is visible. kInside:
-  // all keys are within the sequence.
+  // The score of the text, for the KV tile that begins with key0. kInside: all keys are within the sequence.
   template <bool kInside>
-  __device__ __forceinline__ void apply_score_text(const WorkTile &t, int key0, bool masked) {
-    const ScorePlace place{smem_.text_batch(work_.stage()),
-                           t.head_q,
-                           t.seqlen_q,
-                           t.seqlen_k,
-                           p_.q_lengths.cu != nullptr ? t.q_row - t.row0 : 0,
-                           p_.k_lengths.cu != nullptr ? t.k_row : 0};
+  __device__ __forceinline__ void apply_score_text(const WorkTile &t, int key0) {
+    const ScorePlace place = smem_.score_place(p_, t, work_.stage());
     const ScoreText text{place, score_text_args(a_)};
     const int first = key0 + Fragment::first_key(at_.lane);
     if constexpr (C::kStagesBias) bias_.wait();
@@ -591,16 +593,6 @@ class Consumer {
       }
     }
     if constexpr (C::kStagesBias) bias_.release();
-    if constexpr (ScoreText::kVisible) {
-      if (!masked) return;
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-#pragma unroll
-        for (int m = 0; m < Fragment::kKeysOfLane; ++m) {
-          const int n = Fragment::at(r, m);
-          if (!text.visible(at_.row(t, r), first + Fragment::key(n))) s_[n] = -CUDART_INF_F;
-        }
-    }
   }
   // Which of a partial KV tile's keys, from key0 on, this lane's two rows see: one bit for each column that the lane holds.
   __device__ __forceinline__ void find_visible(const WorkTile &t, int key0, uint32_t (&visible)[2]) const {
@@ -613,6 +605,8 @@ class Consumer {
       // descriptor to uniform registers. Kernels for mixtures have no registers for it.
       uint32_t codes = ~0u;  // every cell visible and partial
       if constexpr (C::kHasCellCodes) codes = __shfl_sync(~0u, at_.lane == 0 ? smem_.cell_codes(k_.stage(), k_.phase()) : 0, 0);
+      if constexpr (C::kHasScoreText) hide_by_text(t, key0, codes, visible);
+      if constexpr (ScoreText::kMasksAlone) return;
 #pragma unroll(C::kMixtures ? 1 : 2 * kCells)
       for (int n = 0; n < 2 * kCells; ++n) {
         const int r = n & 1, cell = n >> 1;
@@ -628,6 +622,29 @@ class Consumer {
         visible[1] &= ~(r == 1 ? hidden : 0);
       }
     }
+  }
+  // The keys that the score text hides, and those of cells that the cell map does not show. `codes`: two bits a cell of the KV tile.
+  __device__ __forceinline__ void hide_by_text(const WorkTile &t, int key0, uint32_t codes, uint32_t (&visible)[2]) const {
+    constexpr int kCells = C::kKeys / kCell;
+    const ScorePlace place = smem_.score_place(p_, t, work_.stage());
+    const ScoreText text{place, score_text_args(a_)};
+#pragma unroll
+    for (int cell = 0; cell < kCells; ++cell) {
+      const uint32_t code = codes >> 2 * (at_.wg * kCells + cell) & 3;
+      uint32_t hidden[2] = {code == 0 ? 0xFFFFu : 0, code == 0 ? 0xFFFFu : 0};
+      if (ScoreText::kVisible && code > 1) {
+#pragma unroll
+        for (int m = 0; m < 16; ++m) {
+          const int key = key0 + cell * kCell + Fragment::first_key(at_.lane) + 8 * (m / 2) + m % 2;
+#pragma unroll
+          for (int r = 0; r < 2; ++r)
+            if (!text.visible(at_.row(t, r), key)) hidden[r] |= 1u << m;
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < 2; ++r) visible[r] &= ~(hidden[r] << 16 * cell);
+    }
+    asm volatile("" : "+r"(visible[0]), "+r"(visible[1]));  // not where the bits are used, behind the wait for S
   }
   __device__ __forceinline__ void apply_mask(const uint32_t (&visible)[2]) {
 #pragma unroll

@@ -5,6 +5,7 @@
 #include <cstddef>
 
 #include "cuda/common/pipeline.cuh"
+#include "cuda/common/score_text.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/kernels/fwd_sm90/forward.h"
 #include "cuda/kernels/fwd_sm90/transposed_v.h"
@@ -164,6 +165,15 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t alibi_slopes(int n) const { return base + offsetof(Storage, alibi.slopes) + n * 128; }
   // With a score text: the sequence of the work tile in stage n.
   __device__ __forceinline__ int &text_batch(int n) const { return storage().score_text.batch[n]; }
+  // Of the work tile in stage n.
+  __device__ __forceinline__ ScorePlace score_place(const Problem &p, const WorkTile &t, int n) const {
+    return {text_batch(n),
+            t.head_q,
+            t.seqlen_q,
+            t.seqlen_k,
+            p.q_lengths.cu != nullptr ? t.q_row - t.row0 : 0,
+            p.k_lengths.cu != nullptr ? t.k_row : 0};
+  }
   // For FA_FLAG_SAME_BITS: the KV tiles that a warpgroup sees of the work tile in stage n; and M and L of a row of the CTA.
   __device__ __forceinline__ auto &segment_tiles(int n, int wg) const { return storage().segments.tiles[n][wg]; }
   __device__ __forceinline__ uint32_t total_stats(int row) const {

@@ -47,8 +47,8 @@ struct ForwardShape {
   constexpr bool wide() const { return is_wide(q_stages); }
   // K and V in pages, and nothing else. Query heads that share them are rows of one work tile, and the keys may be split.
   constexpr bool paged() const { return q_stages == kPages; }
-  // Whether a kernel with a score text can be made of it, at run time. At head_dim 64 those of three consumer warpgroups have no registers for a text:
-  // there it is the line for dropout.
+  // Whether a kernel with a score text can be made of it, at run time. At head_dim 64 three consumer warpgroups with KV tiles of 128 keys have no registers
+  // for a text: there it is the line for dropout.
   constexpr bool takes_score_text() const {
     const bool takes_scores = head_dim == 64 ? scores == kDropout : (scores & kSoftcap) != 0;
     return !fp8 && !same_bits && !takes_mixtures(scores) && head_dim <= 256 &&
@@ -94,7 +94,7 @@ struct ForwardShape {
   X(d128same, 128, 128, 2, 128, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, true)  \
   X(d64l, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kAlibi, false, false)           \
   X(d64g, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)    \
-  X(d64d, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kDropout, false, false)     \
+  X(d64d, 64, 64, 3, 96, 2, 3, 1, kAnyLength, kAnyLength, kDropout, false, false)     \
   X(d128l, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kAlibi, false, false)         \
   X(d128g, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \
   X(d256g, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \

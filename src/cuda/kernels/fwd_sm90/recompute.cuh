@@ -238,12 +238,7 @@ class Recompute {
 
   // The score of a pair by the score text; -inf if it masks the pair.
   __device__ __forceinline__ float text_score(const WorkTile &t, int work_stage, float score, int row, int key) const {
-    const ScorePlace place{smem_.text_batch(work_stage),
-                           t.head_q,
-                           t.seqlen_q,
-                           t.seqlen_k,
-                           p_.q_lengths.cu != nullptr ? t.q_row - t.row0 : 0,
-                           p_.k_lengths.cu != nullptr ? t.k_row : 0};
+    const ScorePlace place = smem_.score_place(p_, t, work_stage);
     const ScoreText text{place, score_text_args(a_)};
     if (!text.visible(row, key)) return -CUDART_INF_F;
     return ScoreText::kScores ? text.score(score * p_.softmax_scale, row, key) : score;
