@@ -45,7 +45,7 @@ class DropoutBits {
     for (int word = 0; word < kWords; ++word) {
       uint32_t kept = 0;
 #pragma unroll
-      for (int n = 0; n < 4; n += kCalls) {
+      for (int n = 0; n < 4 && 4 * word + n < C::kKeys / 16; n += kCalls) {
         Philox4 random[kCalls];
         DropoutTile::bits(
             random, [&](int) -> const DropoutTile & { return tile; }, [&](int i) { return c0 + 32 * (4 * word + n + i); });
@@ -63,7 +63,7 @@ class DropoutBits {
       mbarrier_arrive_if(kept == 0x5A5A5A5Au && (C::kMixtures ? p_.dropout.keep_scale == 0.f : p_.dropout.threshold == 0), 0);
     }
   }
-  static constexpr int kWords = C::kKeys / 64;  // of one bit for each P of a lane
+  static constexpr int kWords = (C::kKeys + 63) / 64;  // of one bit for each P of a lane
   static constexpr int kCalls = 2;              // of the generator at a time: one hides the latency of the other
 
   __device__ __forceinline__ int row_tile(const WorkTile &t) const { return (at_.row(t, 0) - (at_.lane >> 2)) >> 4; }
