@@ -94,10 +94,10 @@ bool is_tile_tensor(const ScoreCall &call, int32_t n, Dtype operands) {
   constexpr int64_t kVector = 8, kMostStride = int64_t{1} << 32;  // elements
   const fa_tensor &t = call.tensors[n];
   const bool read = (call.text.read_by_pair >> n & 1) != 0 && (call.access[n] & kPair) == kPair;
-  const bool is_operand = (t.dtype == FA_FLOAT16 && operands == Dtype::f16) || (t.dtype == FA_BFLOAT16 && operands == Dtype::bf16);
-  const bool has_vectors = std::all_of(t.stride, t.stride + 3, [](int64_t stride) {
-    return stride >= 0 && stride < kMostStride && stride % kVector == 0;
-  });
+  const bool is_operand =
+      (t.dtype == FA_FLOAT16 && operands == Dtype::f16) || (t.dtype == FA_BFLOAT16 && operands == Dtype::bf16);
+  const bool has_vectors = std::all_of(
+      t.stride, t.stride + 3, [](int64_t stride) { return stride >= 0 && stride < kMostStride && stride % kVector == 0; });
   return read && is_operand && has_vectors && t.stride[3] == 1 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
 }
 
@@ -107,8 +107,8 @@ bool masks_by_score(const ScoreCall &call) {
   if (!call.text.score || call.text.names_infinity) return call.text.score;
   for (int32_t n = 0; n < call.aux.num_tensors; ++n) {
     const fa_dtype dtype = call.tensors[n].dtype;
-    const bool counts = dtype == FA_INT32 || dtype == FA_INT64 || dtype == FA_INT8 || dtype == FA_UINT8 ||
-                        dtype == FA_BOOL || dtype == FA_BIT;
+    const bool counts =
+        dtype == FA_INT32 || dtype == FA_INT64 || dtype == FA_INT8 || dtype == FA_UINT8 || dtype == FA_BOOL || dtype == FA_BIT;
     const bool differs = call.access[n] == FA_SCORE_BY_ANY || (call.access[n] & (FA_SCORE_BY_QUERY | FA_SCORE_BY_KEY)) != 0;
     if (!counts && differs) return true;
   }

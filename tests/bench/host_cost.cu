@@ -84,7 +84,8 @@ int main() {
   // The same with a score text that reads a tensor, where NVRTC can be found.
   fa_score_source source;
   fa_score_source_init(&source, sizeof source);
-  source.text = "template <class real> real score(real s, const Position &p, const Aux &aux) { return s * of_pair(aux, 0, p); }";
+  source.text =
+      "template <class real> real score(real s, const Position &p, const Aux &aux) { return s * of_pair(aux, 0, p); }";
   fa_score_tensor slopes{};
   slopes.tensor = {device_memory(4), {1, 1, 1, 1}, {1, 1, 1, 1}, FA_FLOAT32, 4};
   slopes.access = FA_SCORE_BY_HEAD;
@@ -101,8 +102,8 @@ int main() {
   backward();
   backward_own();
   const double launch = median_us([&] { nothing<<<1, 32, 0, stream>>>(); });
-  std::printf("{\"bare launch\": %.3f, \"fa_forward\": %.3f, \"fa_backward\": %.3f, \"fa_backward, own workspace\": %.3f", launch,
-              median_us(forward), median_us(backward), median_us(backward_own));
+  std::printf("{\"bare launch\": %.3f, \"fa_forward\": %.3f, \"fa_backward\": %.3f, \"fa_backward, own workspace\": %.3f",
+              launch, median_us(forward), median_us(backward), median_us(backward_own));
   if (compiled == FA_OK) std::printf(", \"fa_forward, score text\": %.3f", median_us(scored));
   std::printf("}\n");
   fa_score_destroy(scored_attention.score);

@@ -297,8 +297,9 @@ TEST(Nvrtc, AnyFailureHasAStatusAndASentence) {
   // Texts with which ptxas serialises wgmma are compiled again, to run while none does.
   const char *const serialised = "ptxas info : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized";
   expect_with_nvrtc(fake, {{"FAKE_NVRTC_LOG", serialised}}, FA_OK, "0: code, alone$");
-  expect_with_nvrtc(fake, {{"FAKE_NVRTC_LOG", serialised}, {"FAKE_NVRTC_LOG_ALONE", serialised}}, FA_OK, "0: code, serialised$");
-  expect_with_nvrtc("/nonexistent/libnvrtc.so" , {}, FA_ERROR_NOT_BUILT, "FLASHATTN_NVRTC names /nonexistent/libnvrtc.so");
+  expect_with_nvrtc(fake, {{"FAKE_NVRTC_LOG", serialised}, {"FAKE_NVRTC_LOG_ALONE", serialised}}, FA_OK,
+                    "0: code, serialised$");
+  expect_with_nvrtc("/nonexistent/libnvrtc.so", {}, FA_ERROR_NOT_BUILT, "FLASHATTN_NVRTC names /nonexistent/libnvrtc.so");
   expect_with_nvrtc(FA_INCOMPLETE_NVRTC, {}, FA_ERROR_NOT_BUILT, "has no nvrtcDestroyProgram");
   expect_with_nvrtc(fake, {{"FAKE_NVRTC_VERSION", "11.8"}}, FA_ERROR_NOT_BUILT, "version 11.8; score texts need 12.0");
   expect_with_nvrtc(fake, {{"FAKE_NVRTC_RESULT", "1"}}, FA_ERROR_OUT_OF_MEMORY, "no memory");

@@ -38,7 +38,6 @@ constexpr ScoreSet kScoreTextAndTerms = 1024;
 // A score text, without masks as data, that reads a tensor which kernels can load as they load kTileBias.
 constexpr ScoreSet kTextTile = 8192;
 
-
 // Sets that kernels are built for.
 constexpr ScoreSet kPlain = 0;
 constexpr ScoreSet kEveryAlibi = kAlibi | kAlibiAhead | kLogAlibi;

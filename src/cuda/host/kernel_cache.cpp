@@ -158,7 +158,8 @@ bool KernelCache::find(const std::string &key, CompiledCode &code) const {
   Numbers numbers;
   std::memcpy(&numbers, bytes.data() + kMagic.size() + kKeyBytes, sizeof numbers);
   if (numbers.cubin_bytes != content.size() - kHeader) return false;
-  code = {std::string(content.substr(kHeader)), numbers.registers, numbers.spill_bytes, numbers.serialised != 0, numbers.alone != 0};
+  code = {std::string(content.substr(kHeader)), numbers.registers, numbers.spill_bytes, numbers.serialised != 0,
+          numbers.alone != 0};
   return true;
 }
 

@@ -143,7 +143,8 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
   params.mask = memory.mask;
   if (p.bias.data != nullptr && kind_of_bias(p) != kAnyBias)
     FA_RETURN_IF_ERROR(describe_bias(memory.driver, "bias", p, p.bias, params.bias_map, error));
-  if (plan.scored && stages_bias(shape.scores)) FA_RETURN_IF_ERROR(describe_text_tile(memory, b.forward, params.bias_map, error));
+  if (plan.scored && stages_bias(shape.scores))
+    FA_RETURN_IF_ERROR(describe_text_tile(memory, b.forward, params.bias_map, error));
 
   const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
   const bool second = only_if != nullptr;

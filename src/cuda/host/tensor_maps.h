@@ -39,8 +39,8 @@ fa_status describe_pages(const Driver &driver, const char *name, const Problem &
 
 // A bias, or a tensor of a score text, (batch, heads_q, queries, keys), in boxes of 64 queries by 128 bytes of keys of one head. kind_of_bias() is not
 // kAnyBias.
-fa_status describe_bias(const Driver &driver, const char *name, const Problem &problem, const ScoreTensor &bias, CUtensorMap &map,
-                        ErrorText &error);
+fa_status describe_bias(const Driver &driver, const char *name, const Problem &problem, const ScoreTensor &bias,
+                        CUtensorMap &map, ErrorText &error);
 
 // V^T of 8-bit V in the workspace, (batch, heads, head_dim_v, pitch), in boxes of `box_keys` keys and `box_columns` columns of one head.
 fa_status describe_transposed_v(const Driver &driver, void *transposed_v, int64_t batch, int64_t heads, int64_t head_dim_v,

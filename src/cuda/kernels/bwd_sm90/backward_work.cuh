@@ -156,17 +156,57 @@ struct BackwardWork {
     }
     return {__ballot_sync(~0u, any != 0), full ? VisitedQTile::kAllCellsFull : codes};
   }
-  __device__ __forceinline__ int count_visible_q_tiles(const WorkTile &t) const {
+  // The visible Q tiles of a work tile: how many of all query heads, and a range of the Q tiles of a head that holds them.
+  struct VisibleQTiles {
+    int count = 0, begin = 0, end = 0;
+  };
+  __device__ __forceinline__ VisibleQTiles visible_q_tiles(const WorkTile &t) const {
     // Lane 0 may write them next, so it alone reads them.
-    const int first = __shfl_sync(~0u, lane == 0 ? t.q_tile_begin : 0, 0),
-              last = __shfl_sync(~0u, lane == 0 ? t.q_tile_end : 0, 0) - 1;
+    int begin = __shfl_sync(~0u, lane == 0 ? t.q_tile_begin : 0, 0),
+        last = __shfl_sync(~0u, lane == 0 ? t.q_tile_end : 0, 0) - 1;
+    if constexpr (C::kSparesRegisters) {
+      if (!C::kMixtures || params.mask.given()) narrow_to_words(t, begin, last);
+    }
     const int group = static_cast<int>(problem.group);
     int count = 0;
     for (int g = 0; g < group; ++g) {
-      for (int q_tile = last; q_tile >= first; q_tile -= 32)
-        count += __popc(q_tiles_from(t, t.head_k * group + g, q_tile, first).visible);
+      for (int q_tile = last; q_tile >= begin; q_tile -= 32)
+        count += __popc(q_tiles_from(t, t.head_k * group + g, q_tile, begin).visible);
     }
-    return count;
+    return {count, begin, last + 1};
+  }
+  __device__ __forceinline__ void set_q_tiles(const VisibleQTiles &x, WorkTile &t) const {
+    if (x.count == 0) {
+      t.q_tile_begin = t.q_tile_end = 0;
+    } else if constexpr (C::kSparesRegisters) {  // in others the range is as it was
+      t.q_tile_begin = x.begin;
+      t.q_tile_end = x.end;
+    }
+  }
+  // Leaves out what lies before the first word of the cell map that has a visible cell, and behind the last one. A lane has a word, so that one read tells of
+  // 1024 cells, where q_tiles_from() has 32 Q tiles.
+  __device__ __forceinline__ void narrow_to_words(const WorkTile &t, int &begin, int &last_tile) const {
+    constexpr int kRows = C::kTileKv / kCell, kTilesOfWord = 32 * kCell / C::kTileQ;
+    const CellBits &map = params.mask.by_key;
+    const int group = static_cast<int>(problem.group), words = last_tile / kTilesOfWord + 1;
+    int first = words, last = -1;
+#pragma unroll 1
+    for (int word0 = 0; word0 < words; word0 += 32) {
+      uint32_t visible = 0;
+#pragma unroll 1
+      for (int n = 0; n < kRows * group && word0 + lane < words; ++n) {
+        const int row = t.key0 / kCell + n % kRows;
+        if (row * kCell < t.seqlen_k)
+          visible |= map.visible[(params.mask.plane(t.batch, t.head_k * group + n / kRows) * map.rows + row) * map.words +
+                                 word0 + lane];
+      }
+      const uint32_t found = __ballot_sync(~0u, visible != 0);
+      if (found == 0) continue;
+      first = min(first, word0 + __ffs(static_cast<int>(found)) - 1);
+      last = word0 + 31 - __clz(static_cast<int>(found));
+    }
+    begin = max(begin, first * kTilesOfWord);
+    last_tile = min(last_tile, (last + 1) * kTilesOfWord - 1);
   }
 
   // Calls f(query head, Q tile, cell codes) for the Q tiles of the work tile, in the order of the main loop. With masks as data for the visible ones.

@@ -104,12 +104,13 @@ class ProducerWarps : protected SingleCta<C> {
       __syncwarp();
       if constexpr (C::kHasDataMask) {
         WorkTile &next = cta_.work_tiles[work_index & 1];
-        const int visible = more ? cta_.count_visible_q_tiles(next) : 0;
+        typename BackwardWork<C>::VisibleQTiles visible;
+        if (more) visible = cta_.visible_q_tiles(next);
         if (cta_.lane == 0) {
-          masked_tiles().visible[again(work_index) & 1] = visible;
+          masked_tiles().visible[again(work_index) & 1] = visible.count;
           if constexpr (C::kMixtures)
-            next.q_tiles_end = visible + (work_index > 0 ? cta_.work_tiles[work_index & 1 ^ 1].q_tiles_end : 0);
-          if (visible == 0) next.q_tile_begin = next.q_tile_end = 0;
+            next.q_tiles_end = visible.count + (work_index > 0 ? cta_.work_tiles[work_index & 1 ^ 1].q_tiles_end : 0);
+          cta_.set_q_tiles(visible, next);
           mbarrier_arrive(work_full(again(work_index) & 1));
         }
         __syncwarp();

@@ -48,7 +48,7 @@ struct ClusterConfig {
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0, kHasDropout = (kScores & kDropout) != 0;
   static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
   static constexpr bool kMixtures = takes_mixtures(kScores);  // which terms the problem has is known at run time
-  static constexpr bool kPersistent = false, kRotates = false, kConvertsEarly = kScored;
+  static constexpr bool kPersistent = false, kRotates = false, kConvertsEarly = kScored, kSparesRegisters = false;
   static constexpr int kThreads = 384, kTileKv = 128, kAtoms = kD / 64, kAtomsV = kDv / 64;
   static constexpr int kConsumerThreads = 256, kConsumerRegisters = kPThroughSmem ? 240 : 232,
                        kProducerRegisters = kPThroughSmem ? 24 : 40;
@@ -308,12 +308,13 @@ struct ClusterCta {
     __syncwarp();
     if constexpr (C::kHasDataMask) {
       WorkTile &next = cta.work_tiles[work_index & 1];
-      const int visible = more ? cta.count_visible_q_tiles(next) : 0;
-      count += visible;
+      typename BackwardWork<C>::VisibleQTiles visible;
+      if (more) visible = cta.visible_q_tiles(next);
+      count += visible.count;
       if (cta.lane == 0) {
-        cta.masked_tiles().visible[work_index & 1] = visible;
+        cta.masked_tiles().visible[work_index & 1] = visible.count;
         next.q_tiles_end = count;
-        if (visible == 0) next.q_tile_begin = next.q_tile_end = 0;
+        cta.set_q_tiles(visible, next);
         mbarrier_arrive(work_full(work_index & 1));
       }
       __syncwarp();

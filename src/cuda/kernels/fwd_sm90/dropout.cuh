@@ -64,7 +64,7 @@ class DropoutBits {
     }
   }
   static constexpr int kWords = (C::kKeys + 63) / 64;  // of one bit for each P of a lane
-  static constexpr int kCalls = 2;              // of the generator at a time: one hides the latency of the other
+  static constexpr int kCalls = 2;                     // of the generator at a time: one hides the latency of the other
 
   __device__ __forceinline__ int row_tile(const WorkTile &t) const { return (at_.row(t, 0) - (at_.lane >> 2)) >> 4; }
 
