@@ -28,7 +28,7 @@ struct BackwardConfig {
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
   // Producer warps of kernels for masks as data need more where consumers can spare some.
-  static constexpr bool kSparesRegisters = kHasDataMask && (kD <= 64 || !(kNanSafe_ || kMixtures));
+  static constexpr bool kSparesRegisters = kHasDataMask && kD <= 64;
   static constexpr int kConsumerRegisters = kSparesRegisters ? 232 : 240, kProducerRegisters = kSparesRegisters ? 40 : 24;
   static constexpr bool kLaneFromShuffle = !kConvertsEarly && !kHasBias;  // the scored kernels would spill it
   // Without it there is no NaN-safe path: the kernel sets a flag where one would be needed.
