@@ -256,6 +256,15 @@ TEST_F(ScorePrograms, KernelsAreMadeOnce) {
   EXPECT_EQ(again.handle, first.handle);
   EXPECT_EQ(elsewhere.handle, first.handle);
   EXPECT_EQ(driver.loaded, 1);
+  // The tensor that a kernel stages is a constant of its program.
+  ScoreCall staged = call;
+  staged.tile_tensor = 1;
+  ScoreProgram forward = some_program();
+  ScoreKernel reads, stages;
+  ASSERT_EQ(kernels.get(call, forward, reads, error_), FA_OK) << error_.text;
+  ASSERT_EQ(kernels.get(staged, forward, stages, error_), FA_OK) << error_.text;
+  EXPECT_NE(reads.handle, stages.handle);
+  CountingDriver::loaded = 1;
   // Another text, and a driver that refuses it.
   CountingDriver::result = CUDA_ERROR_NO_BINARY_FOR_GPU;
   const std::string other = text + "\n";

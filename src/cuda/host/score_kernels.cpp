@@ -22,7 +22,8 @@ std::string ScoreKernels::key_of(const ScoreCall &call, const ScoreProgram &p) {
           static_cast<char>(p.quantised),
           static_cast<char>(main ? p.dtype : Dtype::f32),
           static_cast<char>(main ? p.shape : 0),
-          static_cast<char>(main ? 4 * p.other_masks + 2 * p.vector_rows + p.fp32_rows : 0)};
+          static_cast<char>(main ? 4 * p.other_masks + 2 * p.vector_rows + p.fp32_rows : 0),
+          static_cast<char>(main ? call.tile_tensor : -1)};
   add(main && p.family == Family::sm80 ? p.scores : 0);
   for (int32_t n = 0; n < call.aux.num_tensors; ++n) {
     add(static_cast<uint32_t>(call.tensors[n].dtype));
