@@ -47,8 +47,11 @@ function(fa_embed_headers sources)
   set(number 0)
   foreach(header file IN ZIP_LISTS headers files)
     file(READ "${file}" text)
-    # Comments that fill a line, indentation and empty lines are of no use to the compiler.
+    # Comments, indentation and empty lines are of no use to the compiler. A comment that has a quotation mark stays: it may be part of a string.
     string(REGEX REPLACE "\n[ \t]*//[^\n]*" "" text "\n${text}")
+    string(REGEX REPLACE "[ \t]+//[^\n\"]*\n" "\n" text "${text}")
+    # Programs define the short name (score_program.cpp).
+    string(REPLACE "__device__ __forceinline__" "FA_FN" text "${text}")
     string(REGEX REPLACE "\n[ \t\n]+" "\n" text "${text}")
     string(APPEND all "${header}\n${text}")
     set(copy "${folder}/${number}.txt")

@@ -205,6 +205,7 @@ ScoreProgram score_program(const BackwardProblem &b, const BackwardPlan &plan) {
 std::string source_of(const ScoreProgram &p) {
   std::string source;
   define(source, "FA_SCORE_TEXT", "1");
+  define(source, "FA_FN", "__device__ __forceinline__");  // as FaEmbed.cmake abbreviates it
   // Parameters have the layout that this compiler gives them; toolkits align tensor maps differently.
   static_assert(sizeof(CUtensorMap) == 128);
   define(source, "FA_TENSOR_MAP_ALIGNMENT", std::to_string(alignof(CUtensorMap)));
