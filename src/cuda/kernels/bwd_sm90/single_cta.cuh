@@ -27,8 +27,8 @@ struct BackwardConfig {
       kScores == kPlain;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
-  // Producer warps of kernels for masks as data need more where consumers can spare some.
-  static constexpr bool kSparesRegisters = kHasDataMask && kD <= 64;
+  // Producer warps of kernels for masks as data need more where consumers can spare some. With a score text that was not tried.
+  static constexpr bool kSparesRegisters = kHasDataMask && kD <= 64 && !kHasScoreText;
   static constexpr int kConsumerRegisters = kSparesRegisters ? 232 : 240, kProducerRegisters = kSparesRegisters ? 40 : 24;
   static constexpr bool kLaneFromShuffle = !kConvertsEarly && !kHasBias;  // the scored kernels would spill it
   // Without it there is no NaN-safe path: the kernel sets a flag where one would be needed.
