@@ -84,10 +84,6 @@ fa_status check_memory_of(const ScoreCall &call, std::initializer_list<NamedTens
   return FA_OK;
 }
 
-}  // namespace
-
-namespace {
-
 // Whether kernels may load tensor n as they load keys, see ScoreCall::tile_tensor.
 bool is_tile_tensor(const ScoreCall &call, int32_t n, Dtype operands) {
   constexpr uint32_t kPair = FA_SCORE_BY_QUERY | FA_SCORE_BY_KEY;

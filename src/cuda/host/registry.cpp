@@ -61,11 +61,12 @@ constexpr auto concatenate(const std::array<KernelRow, kCounts> &...tables) {
 // Kernels for masks as data take left padding as one of them.
 constexpr FeatureSet left_padding_by_mask(ScoreSet scores) { return (scores & kDataMask) != 0 ? kLeftPadding : 0; }
 
-// What a Hopper kernel takes with a score text. A tensor that can be staged goes to a line that stages it, where there is one for the columns.
+// What a Hopper kernel takes with a score text. A tensor that can be staged goes to a line that stages it, where there is one for the columns;
+// a line that `reads_tiles` reads it where it is.
 template <class Shape>
-constexpr ScoreSet hopper_text(const Shape &shape) {
+constexpr ScoreSet hopper_text(const Shape &shape, bool reads_tiles) {
   if (!shape.takes_score_text()) return kPlain;
-  return kScoreText | (stages_bias(shape.scores) || shape.reads_text_tiles() ? kTextTile : kPlain);
+  return kScoreText | (stages_bias(shape.scores) || reads_tiles ? kTextTile : kPlain);
 }
 
 constexpr FeatureSet kCacheFeatures = kPagedKv | kSplitKv | kBatchInvariant | kDeterministic | kPlainScores | kNoTma;
@@ -92,7 +93,7 @@ constexpr auto kRows = concatenate(
             [](KernelRow &row, const sm90::ForwardShape &shape) {
               row.set = "sm90_fwd";
               row.operands = shape.fp8 ? kFp8 : shape.paged() && shape.scores == kPlain ? k16Bit | k8BitKv : k16Bit;
-              row.scores = shape.scores | hopper_text(shape);
+              row.scores = shape.scores | hopper_text(shape, false);
               // Not batch-invariant: the choice of a shape depends on max_seqlen_q, which is the batch's. With FA_FLAG_SAME_BITS that
               // does not matter, since all kernels for it have the same arithmetic.
               row.features = kDeterministic | kSeparateV |
@@ -163,7 +164,7 @@ constexpr auto kRows = concatenate(
     rows_of(sm90::kBackwardShapes, Family::sm90, Pass::backward,
             [](KernelRow &row, const sm90::BackwardShape &shape) {
               row.set = "sm90_bwd";
-              row.scores = shape.scores | hopper_text(shape);
+              row.scores = shape.scores | hopper_text(shape, shape.blocks() > 1);
               // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
               row.features = kSeparateV | kLeftPadding | kFp32KeyGradients | (shape.scored() ? 0 : kPlainScores) |
                              (shape.ordered ? kDeterministic : 0);

@@ -47,8 +47,6 @@ struct BackwardShape {
     return design == Design::single_cta && nan_safe && !skips_cells && !takes_mixtures(scores) &&
            ((scores & kSoftcap) != 0 || stages_bias(scores) || (scores & kDataMask) != 0);
   }
-  // As in the forward's table.
-  constexpr bool reads_text_tiles() const { return blocks() > 1; }
   // CTAs, or clusters, take work tiles as long as there are any.
   constexpr bool persistent() const { return design != Design::cluster_p_smem && design != Design::separate; }
   // dq of a Q tile is a sum over CTAs, in the workspace.

@@ -54,8 +54,6 @@ struct ForwardShape {
     return !fp8 && !same_bits && !takes_mixtures(scores) && head_dim <= 256 &&
            (takes_scores || stages_bias(scores) || (scores & kDataMask) != 0);
   }
-  // With a score text: whether it reads a tensor where it is that a line for biases could stage.
-  constexpr bool reads_text_tiles() const { return false; }
   constexpr int32_t rows() const { return groups * 64; }        // of a work tile
   constexpr int32_t cluster() const { return wide() ? 2 : 1; }  // CTAs that share a work tile
   constexpr bool persistent() const { return !wide(); }
