@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Dropout bits: Philox4x32-10, and the rule that assigns its output to the elements of P.
+// Dropout bits: Philox4x32-7, and the rule that assigns its output to the elements of P.
 //
 // P of one batch entry b and query head h is divided into blocks of 16 x 16. Element (i, j), in block row i / 16 and block column j / 16,
 // takes 16 bits of the call
@@ -18,12 +18,16 @@
 
 namespace fa {
 
+// The fewest rounds that pass every test of BigCrush (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). The generator takes much of a kernel's
+// time, so there are no more.
+constexpr int kPhiloxRounds = 7;
+
 struct Philox4 {
   uint32_t word[4];
 };
 
-FA_HD Philox4 philox4x32_10(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
-  for (int round = 0; round < 10; ++round) {
+FA_HD Philox4 philox4x32(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint32_t k0, uint32_t k1) {
+  for (int round = 0; round < kPhiloxRounds; ++round) {
     const uint64_t p0 = uint64_t{0xD2511F53u} * c0;
     const uint64_t p1 = uint64_t{0xCD9E8D57u} * c2;
     c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
@@ -53,7 +57,7 @@ FA_HD uint32_t dropout_counter1(int64_t i) { return static_cast<uint32_t>(i >> 4
 
 // The 16 random bits of element (i, j) of batch-head `bh` = b * heads_q + h.
 FA_HD uint32_t dropout_bits(const DropoutKey &key, uint32_t bh, int64_t i, int64_t j) {
-  const Philox4 r = philox4x32_10(dropout_counter0(i, j), dropout_counter1(i), bh, key.c3, key.k0, key.k1);
+  const Philox4 r = philox4x32(dropout_counter0(i, j), dropout_counter1(i), bh, key.c3, key.k0, key.k1);
   // Selected without an index, so that a GPU keeps the words in registers.
   const uint32_t left = (i & 8) ? r.word[2] : r.word[0], right = (i & 8) ? r.word[3] : r.word[1];
   const uint32_t word = (j & 8) ? right : left;

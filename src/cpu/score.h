@@ -279,7 +279,7 @@ inline void dropout_block(const Score &s, int64_t block_row, int64_t block_col, 
     I c0 = Simd::iadd(Simd::iset(static_cast<uint32_t>(32 * block_col + lane)), Simd::iota());
     I c1 = Simd::iset(static_cast<uint32_t>(block_row)), c2 = Simd::iset(s.dropout_head), c3 = Simd::iset(s.dropout_key.c3);
     uint32_t k0 = s.dropout_key.k0, k1 = s.dropout_key.k1;
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < kPhiloxRounds; ++round) {
       I high0, low0, high1, low1;
       Simd::mul_wide(c0, 0xD2511F53u, high0, low0);
       Simd::mul_wide(c2, 0xCD9E8D57u, high1, low1);

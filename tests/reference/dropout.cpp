@@ -3,8 +3,8 @@
 
 namespace reference {
 
-std::array<uint32_t, 4> philox4x32_10(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
-  for (int round = 0; round < 10; ++round) {
+std::array<uint32_t, 4> philox4x32_7(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key) {
+  for (int round = 0; round < 7; ++round) {
     if (round > 0) key = {key[0] + 0x9E3779B9u, key[1] + 0xBB67AE85u};
     const uint64_t left = static_cast<uint64_t>(counter[0]) * 0xD2511F53u;
     const uint64_t right = static_cast<uint64_t>(counter[2]) * 0xCD9E8D57u;
@@ -26,7 +26,7 @@ uint32_t dropout_bits(uint64_t seed, uint64_t offset, int64_t batch, int64_t hea
   const std::array<uint32_t, 2> key = {low(seed), high(seed) ^ high(offset)};
   const bool lower_half = (i % 16) >= 8;
   const bool right_half = (j % 16) >= 8;
-  const uint32_t word = philox4x32_10(counter, key)[(lower_half ? 2u : 0u) + (right_half ? 1u : 0u)];
+  const uint32_t word = philox4x32_7(counter, key)[(lower_half ? 2u : 0u) + (right_half ? 1u : 0u)];
   return j % 2 == 0 ? word % 0x10000u : word / 0x10000u;
 }
 

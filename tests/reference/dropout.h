@@ -7,8 +7,8 @@
 
 namespace reference {
 
-// Philox4x32-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
-std::array<uint32_t, 4> philox4x32_10(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key);
+// Philox4x32-7 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+std::array<uint32_t, 4> philox4x32_7(std::array<uint32_t, 4> counter, std::array<uint32_t, 2> key);
 
 // The documented 16 random bits of element (i, j) of P of query head `head` (of `heads_q`) of sequence `batch`.
 uint32_t dropout_bits(uint64_t seed, uint64_t offset, int64_t batch, int64_t heads_q, int64_t head, int64_t i, int64_t j);

@@ -23,10 +23,10 @@ void expect_words(const Philox4 &actual, uint32_t w0, uint32_t w1, uint32_t w2, 
 
 // Vectors of the Random123 distribution (kat_vectors).
 TEST(Philox, KnownAnswers) {
-  expect_words(philox4x32_10(0, 0, 0, 0, 0, 0), 0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8);
-  expect_words(philox4x32_10(~0u, ~0u, ~0u, ~0u, ~0u, ~0u), 0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd);
-  expect_words(philox4x32_10(0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0), 0xd16cfe09, 0x94fdcceb,
-               0x5001e420, 0x24126ea1);
+  expect_words(philox4x32(0, 0, 0, 0, 0, 0), 0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48);
+  expect_words(philox4x32(~0u, ~0u, ~0u, ~0u, ~0u, ~0u), 0x5207ddc2, 0x45165e59, 0x4d8ee751, 0x8c52f662);
+  expect_words(philox4x32(0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0), 0x4dfccaba, 0x190a87f0,
+               0xc47362ba, 0xb6b5242a);
 }
 
 TEST(Dropout, BitsFollowTheDocumentedRule) {
@@ -40,11 +40,25 @@ TEST(Dropout, BitsFollowTheDocumentedRule) {
   }
 }
 
+TEST(Dropout, SignsSayWhatIsKept) {
+  std::mt19937 rng(3);
+  for (int n = 0; n < 2000; ++n) {
+    // Thresholds at the ends and in the middle of the range, and any other; words at the threshold, and any other.
+    const uint32_t edges[] = {1, 2, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF};
+    const uint32_t threshold = n < 700 ? edges[n % 7] : 1 + rng() % 0xFFFF;
+    const uint32_t near[] = {threshold - 1, threshold, threshold + 1, 0, 0x7FFF, 0x8000, 0xFFFF, static_cast<uint32_t>(rng())};
+    const uint32_t low = near[rng() % 8] & 0xFFFFu, high = near[rng() % 8] & 0xFFFFu;
+    const uint32_t signs = cuda::KeptSigns(threshold).of(high << 16 | low);
+    ASSERT_EQ((signs >> 15 & 1) != 0, low >= threshold) << low << ' ' << threshold;
+    ASSERT_EQ(signs >> 31 != 0, high >= threshold) << high << ' ' << threshold;
+  }
+}
+
 // What CUDA kernels call: the rounds of several calls at once, with the first two prepared per tile.
 TEST(Dropout, TilesGiveTheSameBits) {
   std::mt19937_64 rng(2);
   const auto expect_call = [](const Philox4 &actual, uint32_t c0, uint32_t row_tile, uint32_t bh, const DropoutKey &key) {
-    const auto expected = reference::philox4x32_10({c0, row_tile, bh, key.c3}, {key.k0, key.k1});
+    const auto expected = reference::philox4x32_7({c0, row_tile, bh, key.c3}, {key.k0, key.k1});
     expect_words(actual, expected[0], expected[1], expected[2], expected[3]);
   };
   for (int n = 0; n < 5000 && !HasFailure(); ++n) {

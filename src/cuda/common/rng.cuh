@@ -16,6 +16,29 @@ FA_HD DropoutKey load_dropout_key(const Dropout &dropout) {
   return dropout_key(seed, offset);
 }
 
+// Compares both halves x of a word of random bits with the threshold.
+class KeptSigns {
+ public:
+  KeptSigns() = default;
+  FA_HD explicit KeptSigns(uint32_t threshold)
+      : addend_((0x8000u - threshold & 0xFFFFu) * 0x10001u), small_(threshold <= 0x8000u ? ~0u : 0u) {}
+
+  // The sign of each half says whether x >= threshold; the other bits say nothing. Let y be x + 0x8000 - threshold, modulo 2^16: where x and the threshold are
+  // on one side of 0x8000 the sign of y says it, and elsewhere that of x.
+  FA_HD uint32_t of(uint32_t x) const {
+#ifdef __CUDA_ARCH__
+    const uint32_t y = __viaddmin_u16x2(x, addend_, ~0u);  // an addition in one instruction of sm_90
+#else
+    const uint32_t y = ((x + (addend_ & 0xFFFF0000u)) & 0xFFFF0000u) | ((x + addend_) & 0xFFFFu);
+#endif
+    return (x & y) | ((x | y) & small_);
+  }
+
+ private:
+  uint32_t addend_ = 0;  // 0x8000 - threshold, twice
+  uint32_t small_ = 0;   // all ones where the threshold is at most 0x8000
+};
+
 class DropoutTile {
  public:
   FA_HD DropoutTile() {}
@@ -28,7 +51,7 @@ class DropoutTile {
     second3_ = low(tile);
   }
 
-  // philox4x32_10(c0, row_tile, bh, key.c3, key.k0, key.k1)
+  // philox4x32(c0, row_tile, bh, key.c3, key.k0, key.k1)
   FA_HD Philox4 bits(uint32_t c0) const {
     Philox4 c[1];
     bits(
@@ -50,7 +73,7 @@ class DropoutTile {
       c[n] = {{high(p1[n]) ^ t.second0_, low(p1[n]), low(p0[n]) ^ t.second2_, t.second3_}};
     }
     FA_UNROLL
-    for (int round = 2; round < 10; ++round) {
+    for (int round = 2; round < kPhiloxRounds; ++round) {
       FA_UNROLL
       for (int n = 0; n < kCount; ++n) p0[n] = uint64_t{kM0} * c[n].word[0], p1[n] = uint64_t{kM1} * c[n].word[2];
       FA_UNROLL
