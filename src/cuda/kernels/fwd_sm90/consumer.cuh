@@ -114,7 +114,7 @@ class Consumer {
         }
         if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
         if constexpr (C::kHasMaxLogit) head_max_.begin();
-        if constexpr (C::kHasDropout && !C::kDropoutKeyInSmem) dropout_.begin(t, smem_.dropout_head(work_.stage()));
+        if constexpr (C::kHasDropout) dropout_.begin(t, smem_.dropout_tile(work_.stage()));
         for (int n = 0; n < begin; ++n) skip_k();
       }
       int i = begin;
@@ -142,6 +142,9 @@ class Consumer {
       if (kEarlyK && i < kv_tiles) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
       if constexpr (C::kAlibiByWgmma) {
         if (i < kv_tiles) alibi_.move_to(t, first_key(t, i, /*released=*/false));
+      }
+      if constexpr (C::kHasDropout && !C::kHasDataMask) {
+        if (i < kv_tiles) dropout_.move_to(first_key(t, i, /*released=*/false));
       }
       bool restart = i == begin + 1, promoted = false;  // fp8: out starts again from zero; there is a promoted sum
 #pragma unroll 1
@@ -308,7 +311,8 @@ class Consumer {
     if (!kEarlyK) wait_v();
     fence_operands();
     issue_qk();
-    draw_dropout(t, i);
+    if constexpr (C::kHasDropout) dropout_.move_to(first_key(t, i, /*released=*/false));
+    draw_dropout(t);
     // While the wgmmas run.
     if (kAsksBesideS && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);
     if (kEarlyK) wait_v();
@@ -359,7 +363,9 @@ class Consumer {
     }
     fence_operands();
     issue_qk();
-    draw_dropout(t, i);  // before issue_pv(), which holds the warp
+    if constexpr (C::kHasDataMask && C::kHasDropout) dropout_.move_to(first_key(t, i, /*released=*/false));
+    draw_dropout(t);  // before issue_pv(), which holds the warp
+    if constexpr (C::kHasDropout && !C::kHasDataMask) dropout_.move_by(-C::kKeys);
     if (kEarlyK) mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
     if (kEarlyK || C::kHasDropout) wgmma_fence();
     issue_pv(first_pv);
@@ -535,12 +541,10 @@ class Consumer {
   // Softmax
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Dropout bits of the KV tile of iteration i, which has not left its stage of K.
-  __device__ __forceinline__ void draw_dropout(const WorkTile &t, int i) {
-    if constexpr (C::kDropoutKeyInSmem) {
-      if (dropout_.drops()) dropout_.draw(t, smem_.dropout_tile(work_.stage()), first_key(t, i, /*released=*/false));
-    } else if constexpr (C::kHasDropout) {
-      dropout_.draw(first_key(t, i, /*released=*/false));
+  // Dropout bits of the next KV tile.
+  __device__ __forceinline__ void draw_dropout(const WorkTile &t) {
+    if constexpr (C::kHasDropout) {
+      if (dropout_.drops()) dropout_.draw(t, smem_.dropout_tile(work_.stage()));
     }
   }
 

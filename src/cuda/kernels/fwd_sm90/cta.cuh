@@ -34,7 +34,6 @@ struct ForwardConfig {
   static constexpr bool kHasMaxLogit = (kScores & kMaxLogit) != 0;
   // Every mixture of terms: which of them a problem has is known at run time.
   static constexpr bool kMixtures = takes_mixtures(kScores);
-  static constexpr bool kDropoutKeyInSmem = has_dropout_key_in_smem(kScores, kDv);
   static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
   // A bias in shared memory, or in its place a tensor of the score text.
   static constexpr bool kStagesBias = stages_bias(kScores), kHasBias = kStagesBias && !kHasScoreText;
@@ -132,14 +131,8 @@ struct SharedMemory {
     return storage().masked_tiles.cell_codes[phase][n];
   }
   // With dropout: b * heads_q + h of the work tile in stage n.
-  __device__ __forceinline__ uint32_t &dropout_head(int n) const {
-    if constexpr (C::kDropoutKeyInSmem) {
-      return storage().dropout.tile[n].head;
-    } else {
-      return storage().dropout.head[n];
-    }
-  }
-  // With kDropoutKeyInSmem: the key of dropout, and dropout_head(), at this address.
+  __device__ __forceinline__ uint32_t &dropout_head(int n) const { return storage().dropout.tile[n].head; }
+  // The key of dropout, and dropout_head(), at this address.
   __device__ __forceinline__ uint32_t dropout_tile(int n) const {
     return base + offsetof(Storage, dropout) + n * sizeof(typename decltype(Storage::dropout)::Tile);
   }

@@ -6,6 +6,7 @@
 
 #include "core/forward_problem.h"
 #include "cuda/common/data_mask.h"
+#include "cuda/common/rng.cuh"
 #include "cuda/common/scores.h"
 #include "cuda/kernels/fwd_sm90/forward_table.h"
 #include "cuda/kernels/fwd_sm90/tile_order.h"
@@ -57,6 +58,7 @@ struct ForwardParams {
   int32_t bias_box_keys;
   bool pair_bias;
   PagedParams pages;
+  KeptSigns kept_signs;  // of dropout's threshold
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kForwardShapes, `dtype` is that of out.

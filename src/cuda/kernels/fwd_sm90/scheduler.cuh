@@ -119,9 +119,10 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
       t.q_batch = batch;
       t.head_q = place.head;
       t.head_k = a.group.quotient(place.head);
-      if constexpr (C::kHasDropout)
-        smem.dropout_head(stage) = static_cast<uint32_t>(place.batch * static_cast<int>(p.heads_q) + place.head);
-      if constexpr (C::kDropoutKeyInSmem) smem.storage().dropout.tile[stage].key = load_dropout_key(p.dropout);
+      if constexpr (C::kHasDropout) {
+        const int head = place.batch * static_cast<int>(p.heads_q) + place.head;
+        smem.storage().dropout.tile[stage] = {load_dropout_key(p.dropout), static_cast<uint32_t>(head)};
+      }
       if constexpr (C::kHasMaxLogit) {
         if (!C::kMixtures || a.max_logit != nullptr)
           smem.max_logit_before(stage) = load_relaxed(a.max_logit + place.head * a.max_logit_stride);

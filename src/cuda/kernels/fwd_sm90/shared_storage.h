@@ -60,24 +60,17 @@ struct ForwardMaskedTiles {
 };
 struct NoForwardMaskedTiles {};
 
-// With dropout: the sequence and query head of the work tile in each stage, as the rule for dropout counts them (b * heads_q + h).
+// With dropout: the problem's key, and the sequence and query head of the work tile in each stage, as the rule for dropout counts them (b * heads_q + h).
+// Consumers have no registers for them and read them for every KV tile.
 template <int kWorkStages>
 struct ForwardDropout {
-  uint32_t head[kWorkStages];
-};
-struct NoForwardDropout {};
-// The same, and the problem's key, which kernels without registers for it read from here for every KV tile.
-constexpr bool has_dropout_key_in_smem(ScoreSet scores, int head_dim_v) {
-  return takes_mixtures(scores) || ((scores & kDropout) != 0 && head_dim_v > 128);
-}
-template <int kWorkStages>
-struct ForwardDropoutKey {
   struct Tile {
     DropoutKey key;
     uint32_t head;
   };
   alignas(16) Tile tile[kWorkStages];
 };
+struct NoForwardDropout {};
 
 // With max_logit: what the head of the work tile in each stage had when the work tile was described, a natural logit.
 template <int kWorkStages>
@@ -168,9 +161,7 @@ struct ForwardStorage {
   uint64_t work_request;  // the producer warp asks for the next work tile
   ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
   std::conditional_t<kHasDataMask, ForwardMaskedTiles<kWorkStages, kStages>, NoForwardMaskedTiles> masked_tiles;
-  std::conditional_t<has_dropout_key_in_smem(kScores, kHeadDimV), ForwardDropoutKey<kWorkStages>,
-                     std::conditional_t<(kScores & kDropout) != 0, ForwardDropout<kWorkStages>, NoForwardDropout>>
-      dropout;
+  std::conditional_t<(kScores & kDropout) != 0, ForwardDropout<kWorkStages>, NoForwardDropout> dropout;
   std::conditional_t<(kScores & kMaxLogit) != 0, ForwardMaxLogit<kWorkStages>, NoForwardMaxLogit> max_logit;
   std::conditional_t<takes_mixtures(kScores), ForwardMixtureBias<kConsumerWarpgroups, kKeys>,
                      std::conditional_t<stages_bias(kScores), ForwardBias<kConsumerWarpgroups, kWorkStages, kKeys, kBiasStages>,
