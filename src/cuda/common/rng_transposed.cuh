@@ -12,6 +12,12 @@ __device__ __forceinline__ uint32_t transposed_dropout_counter0(int key0, int la
   const int g = lane >> 2;
   return static_cast<uint32_t>(2 * key0 + 4 * (2 * (lane & 3) + (g & 1)) + (g >> 1));
 }
+// The same with a bit for each pair of several calls, those of even keys in the low half of a word, those of odd keys in the high half. Returns this lane's pairs,
+// those of even queries in the low half.
+__device__ __forceinline__ uint32_t exchange_kept_pairs(uint32_t calls, int lane) {
+  const uint32_t others = __shfl_xor_sync(~0u, calls, 4);
+  return __byte_perm(calls, others, (lane >> 2 & 1) != 0 ? 0x3276 : 0x5410);
+}
 // bits[r]: 16 bits for each of the two pairs that register r of an A operand holds.
 __device__ __forceinline__ void exchange_dropout_bits(const Philox4 &x, int lane, uint32_t (&bits)[4]) {
   const bool odd = (lane >> 2 & 1) != 0;
