@@ -647,6 +647,25 @@ TEST(CudaPlan, PlanesOfTheCellMap) {
   EXPECT_EQ(planes(), p.batch);
 }
 
+// For backward the ranges of by_key lie between the map by queries and that by keys.
+TEST(CudaPlan, RangesOfTheCellMap) {
+  MaskedProblem p = problem(100, 4200, 64);
+  set_element_mask(p);
+  const auto workspace = reinterpret_cast<char *>(uintptr_t{1} << 20);
+  DataMask mask;
+  int64_t planes = 0;
+  const size_t bytes = describe_cell_map(p, /*backward=*/true, workspace, mask, planes);
+  const CellBits &queries = mask.by_query, &keys = mask.by_key;
+  EXPECT_EQ(keys.rows, 66);
+  const auto address = [](const void *at) { return reinterpret_cast<uintptr_t>(at); };
+  EXPECT_GE(address(&keys.range(planes * keys.rows - 1)), address(queries.partial + planes * queries.rows * queries.words));
+  EXPECT_EQ(address(&keys.range(0) + 1), address(keys.visible));
+  EXPECT_EQ(address(&keys.range(0)) % sizeof(CellRange), 0u);
+  EXPECT_GE(address(workspace + bytes), address(keys.partial + planes * keys.rows * keys.words));
+  describe_cell_map(p, /*backward=*/false, workspace, mask, planes);
+  EXPECT_EQ(mask.by_key.rows, 0);
+}
+
 // Lengths live on the device, and a captured graph serves other lengths: plans must not depend on them, nor read them.
 TEST(CudaPlan, DeviceSideLengthsPlayNoPart) {
   const int32_t unreadable_length = -1;  // not a length

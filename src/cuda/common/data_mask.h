@@ -15,11 +15,21 @@ namespace fa::cuda {
 
 constexpr int kCell = 64;  // queries and keys
 
+// From the first visible cell of a row of cells to the last: [begin, end). Where no cell is visible, begin lies beyond every cell and end is 0: the least begin
+// and the greatest end of several rows bound the visible cells of all of them.
+struct CellRange {
+  int32_t begin, end;
+};
+
 // Bits of cells in the workspace, contiguous: (planes, rows of cells, words), bit c % 32 of word c / 32 for cell c of a row.
 struct CellBits {
   uint32_t *visible = nullptr;
   uint32_t *partial = nullptr;  // of cells that are visible
   int32_t rows = 0, words = 0;  // of a plane
+
+  // Of DataMask::by_key: the range of the visible cells of row `row`, counted over all planes. The ranges lie in front of `visible`, the last one first, and so
+  // need no pointer of their own, which would move what lies behind it in the parameters of every kernel.
+  FA_HD CellRange &range(int64_t row) const { return reinterpret_cast<CellRange *>(visible)[-1 - row]; }
 };
 
 struct DataMask : MaskSources {

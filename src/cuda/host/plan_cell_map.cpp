@@ -54,7 +54,11 @@ size_t describe_cell_map(const MaskedProblem &p, bool backward, char *workspace,
     bits.partial = reinterpret_cast<uint32_t *>(take(planes * bits.rows * bits.words));
   };
   take_bits(p.q_lengths.max_len, p.k_lengths.max_len, mask.by_query);
-  if (backward) take_bits(p.k_lengths.max_len, p.q_lengths.max_len, mask.by_key);
+  if (backward) {
+    // The ranges end where by_key.visible begins (CellBits::range()).
+    take(planes * cells(p.k_lengths.max_len) * int64_t{sizeof(CellRange) / sizeof(uint32_t)});
+    take_bits(p.k_lengths.max_len, p.q_lengths.max_len, mask.by_key);
+  }
   if (p.slices.given) mask.slice_lists = reinterpret_cast<int32_t *>(take(planes * mask.by_query.rows * DataMask::kSliceList));
   return bytes;
 }

@@ -34,6 +34,11 @@ __global__ void __launch_bounds__(kCellMapThreads) transpose_cell_map(const __gr
   if (to_row < to.rows) {
     to.visible[target] = visible_t;
     to.partial[target] = partial_t;
+    if (visible_t != 0) {  // the order of the warps does not matter
+      CellRange &range = to.range(plane * to.rows + to_row);
+      atomicMin(&range.begin, to_word * 32 + __ffs(static_cast<int>(visible_t)) - 1);
+      atomicMax(&range.end, to_word * 32 + 32 - __clz(static_cast<int>(visible_t)));
+    }
   }
 }
 

@@ -217,6 +217,10 @@ __device__ __forceinline__ void find_cells(const CellMapParams &a) {
   } else if (mask.slices.given && word == 0 && lane == 0) {
     mask.slice_lists[strip * DataMask::kSliceList] = 0;
   }
+  // Empty ranges, which the kernel that transposes the map widens. In forward by_key has no rows.
+  const CellBits &to = mask.by_key;
+  const int to_row = word * 32 + lane;
+  if (row == 0 && to_row < to.rows) to.range(int64_t{plane} * to.rows + to_row) = {kFarKey, 0};
   const uint32_t visible = __ballot_sync(~0u, any), partial = __ballot_sync(~0u, any && !all);
   if (lane == 0) {
     map.visible[index] = visible;

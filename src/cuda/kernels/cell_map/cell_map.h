@@ -18,7 +18,7 @@ struct CellMapParams {
 // Bytes of the workspace that the map takes, and `mask` with what the problem has and the map at `workspace`. Without masks: 0 bytes.
 size_t describe_cell_map(const MaskedProblem &problem, bool backward, char *workspace, DataMask &mask, int64_t &planes);
 
-// Writes by_query and slice_lists; then by_key from by_query.
+// Writes by_query and slice_lists, and empty ranges of by_key; then by_key from by_query.
 Launch cell_map_launch(const CellMapParams &params);
 Launch transposed_cell_map_launch(const CellMapParams &params);
 
