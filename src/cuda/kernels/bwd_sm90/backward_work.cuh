@@ -164,9 +164,7 @@ struct BackwardWork {
     // Lane 0 may write them next, so it alone reads them.
     int begin = __shfl_sync(~0u, lane == 0 ? t.q_tile_begin : 0, 0),
         last = __shfl_sync(~0u, lane == 0 ? t.q_tile_end : 0, 0) - 1;
-    if constexpr (C::kSparesRegisters) {
-      if (!C::kMixtures || params.mask.given()) narrow_to_words(t, begin, last);
-    }
+    if (!C::kMixtures || params.mask.given()) narrow_to_visible(t, begin, last);
     const int group = static_cast<int>(problem.group);
     int count = 0;
     for (int g = 0; g < group; ++g) {
@@ -178,63 +176,51 @@ struct BackwardWork {
   __device__ __forceinline__ void set_q_tiles(const VisibleQTiles &x, WorkTile &t) const {
     if (x.count == 0) {
       t.q_tile_begin = t.q_tile_end = 0;
-    } else if constexpr (C::kSparesRegisters) {  // in others the range is as it was
+    } else {
       t.q_tile_begin = x.begin;
       t.q_tile_end = x.end;
     }
   }
-  // Leaves out what lies before the first word of the cell map that has a visible cell, and behind the last one. A lane has a word, so that one read tells of
-  // 1024 cells, where q_tiles_from() has 32 Q tiles.
-  __device__ __forceinline__ void narrow_to_words(const WorkTile &t, int &begin, int &last_tile) const {
-    constexpr int kRows = C::kTileKv / kCell, kTilesOfWord = 32 * kCell / C::kTileQ;
+  // Leaves out the Q tiles before the first one that the cell map shows to the work tile's keys, in any query head, and those behind the last one. A lane reads
+  // the range of a row of cells.
+  __device__ __forceinline__ void narrow_to_visible(const WorkTile &t, int &begin, int &last) const {
+    constexpr int kRows = C::kTileKv / kCell, kCells = C::kTileQ / kCell;
     const CellBits &map = params.mask.by_key;
-    const int group = static_cast<int>(problem.group), words = last_tile / kTilesOfWord + 1;
-    int first = words, last = -1;
+    int first_cell = kFarKey, cells_end = 0;
 #pragma unroll 1
-    for (int word0 = 0; word0 < words; word0 += 32) {
-      uint32_t visible = 0;
-#pragma unroll 1
-      for (int n = 0; n < kRows * group && word0 + lane < words; ++n) {
-        const int row = t.key0 / kCell + n % kRows;
-        if (row * kCell < t.seqlen_k)
-          visible |= map.visible[(params.mask.plane(t.batch, t.head_k * group + n / kRows) * map.rows + row) * map.words +
-                                 word0 + lane];
-      }
-      const uint32_t found = __ballot_sync(~0u, visible != 0);
-      if (found == 0) continue;
-      first = min(first, word0 + __ffs(static_cast<int>(found)) - 1);
-      last = word0 + 31 - __clz(static_cast<int>(found));
+    for (int n = lane; n < kRows * static_cast<int>(problem.group); n += 32) {
+      const int row = t.key0 / kCell + n % kRows;
+      if (row >= map.rows) continue;
+      const CellRange range =
+          map.range(params.mask.plane(t.batch, t.head_k * static_cast<int>(problem.group) + n / kRows) * map.rows + row);
+      first_cell = min(first_cell, range.begin);
+      cells_end = max(cells_end, range.end);
     }
-    begin = max(begin, first * kTilesOfWord);
-    last_tile = min(last_tile, (last + 1) * kTilesOfWord - 1);
+    begin = max(begin, __reduce_min_sync(~0u, first_cell) / kCells);
+    last = min(last, (__reduce_max_sync(~0u, cells_end) + kCells - 1) / kCells - 1);
   }
 
   // Calls f(query head, Q tile, cell codes) for the Q tiles of the work tile, in the order of the main loop. With masks as data for the visible ones.
   template <typename F>
   __device__ __forceinline__ void for_each_q_tile(F f) const {
     const WorkTile &t = work();
-    const auto for_each_visible = [&](int head_q) {
-      for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32) {
-        QTileBits tiles = q_tiles_from(t, head_q, q_tile, t.q_tile_begin);
-        for (; tiles.visible != 0; tiles.visible &= tiles.visible - 1) {
-          const int n = __ffs(static_cast<int>(tiles.visible)) - 1;
-          f(head_q, q_tile - n, __shfl_sync(~0u, tiles.cell_codes, n));
+    if constexpr (C::kHasDataMask) {
+      // Counts in head_q: a register less than with a counter beside it.
+      for (int head_q = t.head_k * static_cast<int>(problem.group); head_q < (t.head_k + 1) * static_cast<int>(problem.group);
+           ++head_q) {
+        for (int q_tile = t.q_tile_end - 1; q_tile >= t.q_tile_begin; q_tile -= 32) {
+          QTileBits tiles = q_tiles_from(t, head_q, q_tile, t.q_tile_begin);
+          for (; tiles.visible != 0; tiles.visible &= tiles.visible - 1) {
+            const int n = __ffs(static_cast<int>(tiles.visible)) - 1;
+            f(head_q, q_tile - n, __shfl_sync(~0u, tiles.cell_codes, n));
+          }
         }
       }
-    };
-    if constexpr (C::kMixtures) {  // one register less
-      for (int head_q = t.head_k * static_cast<int>(problem.group); head_q < (t.head_k + 1) * static_cast<int>(problem.group);
-           ++head_q)
-        for_each_visible(head_q);
     } else {
       for (int g = 0; g < static_cast<int>(problem.group); ++g) {
         const int head_q = t.head_k * static_cast<int>(problem.group) + g;
-        if constexpr (C::kHasDataMask) {
-          for_each_visible(head_q);
-        } else {
-          const auto q_tile_at = rotated_q_tiles();
-          for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, q_tile_at(i), VisitedQTile::kAllCellsFull);
-        }
+        const auto q_tile_at = rotated_q_tiles();
+        for (int i = t.q_tile_end - 1; i >= t.q_tile_begin; --i) f(head_q, q_tile_at(i), VisitedQTile::kAllCellsFull);
       }
     }
   }

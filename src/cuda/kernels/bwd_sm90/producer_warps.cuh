@@ -104,6 +104,7 @@ class ProducerWarps : protected SingleCta<C> {
       __syncwarp();
       if constexpr (C::kHasDataMask) {
         WorkTile &next = cta_.work_tiles[work_index & 1];
+        work_index = next.work_index;  // not held in a register
         typename BackwardWork<C>::VisibleQTiles visible;
         if (more) visible = cta_.visible_q_tiles(next);
         if (cta_.lane == 0) {
@@ -208,7 +209,7 @@ class ProducerWarps : protected SingleCta<C> {
           ++kv_index;
         }
       }
-      if constexpr (C::kMixtures) work_index = cta_.work().work_index;  // not held in a register
+      if constexpr (C::kHasDataMask) work_index = cta_.work().work_index;  // not held in a register
       mbarrier_arrive_if(cta_.lane == 0, loads_issued());
       release_work_tile(again(work_index));
     }

@@ -48,7 +48,7 @@ struct ClusterConfig {
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0, kHasDropout = (kScores & kDropout) != 0;
   static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
   static constexpr bool kMixtures = takes_mixtures(kScores);  // which terms the problem has is known at run time
-  static constexpr bool kPersistent = false, kRotates = false, kConvertsEarly = kScored, kSparesRegisters = false;
+  static constexpr bool kPersistent = false, kRotates = false, kConvertsEarly = kScored;
   static constexpr int kThreads = 384, kTileKv = 128, kAtoms = kD / 64, kAtomsV = kDv / 64;
   static constexpr int kConsumerThreads = 256, kConsumerRegisters = kPThroughSmem ? 240 : 232,
                        kProducerRegisters = kPThroughSmem ? 24 : 40;
