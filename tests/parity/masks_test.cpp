@@ -169,6 +169,21 @@ TEST_P(Masks, Slices) {
   });
 }
 
+// More cells of queries than a word of the cell map has. Most keys see few of them, far from each other, or none.
+TEST_P(Masks, FewOfManyTiles) {
+  for (const int64_t head_dim : {64, 128}) {
+    Case c = base("few of many tiles", FA_BFLOAT16);
+    c.q.seqlen = c.k.seqlen = 2200;
+    c.heads_q = 2;
+    c.heads_k = 1;
+    c.head_dim = c.head_dim_v = head_dim;
+    c.slices = 1;
+    c.slice_list = {0,   150, 0,    150,  1,   700, 800, 130,  260,  0,    2150, 2200, 600,
+                    640, 0,   1400, 1500, 250, 260, 0,   2100, 2200, 2100, 2200, 1};
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
 TEST_P(Masks, Together) {
   each("all masks", [](Case &c) {
     c.element_mask = 3;
