@@ -56,7 +56,7 @@ constexpr ScoreSet kAllByTiles = kAll & ~(kAnyBias | kMaxLogit);
 // Whether a kernel takes every mixture of terms: which of them a problem has, it learns at run time.
 constexpr bool takes_mixtures(ScoreSet scores) { return (scores & kSoftcap) != 0 && (scores & kDropout) != 0; }
 
-// Whether a kernel for such scores leaves ALiBi to wgmma (kernels/fwd_sm90/alibi.cuh).
+// Whether a kernel for such scores leaves ALiBi to wgmma (alibi.cuh).
 constexpr bool has_alibi_by_wgmma(ScoreSet scores) { return (scores & kEveryAlibi) == kAlibi; }
 
 // Whether a kernel for such scores stages the bias, or a tensor of the score text, in shared memory. One that takes any bias reads it where it is.

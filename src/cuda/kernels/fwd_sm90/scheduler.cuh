@@ -96,7 +96,7 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   [[maybe_unused]] bool masked_alone = false;  // every KV tile is treated as one with masked pairs
   if constexpr (C::kAlibiByWgmma) {
     const float slope = load_head_terms(p, a.raw.logit, place.batch, place.head).slope;
-    masked_alone = !takes_alibi_by_wgmma(a, slope);
+    masked_alone = !takes_alibi_by_wgmma(a.raw, slope);
     describe_alibi(smem, masked_alone ? 0.f : slope, p.softmax_scale * kLog2e, lane, stage);
     if (lane == 0) t.head = {masked_alone ? slope : 0.f};
   }
