@@ -84,7 +84,7 @@ struct Case {
 
   int64_t alibi = 0;  // 1: (heads_q), 2: (batch, heads_q)
   double alibi_log_scale = 0;
-  int64_t alibi_any = 0;  // slopes of every kind: 0, negative, small and large ones
+  int64_t alibi_any = 0;  // 1: slopes of every kind: 0, negative, small and large ones; 2: between 0 and 4
   int64_t sink = 0;
   double scale = 0;
   double softcap = 0;

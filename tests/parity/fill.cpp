@@ -361,9 +361,9 @@ class Filler {
     for (int64_t h = 0; h < c_.heads_q; ++h) {
       if (c_.sink) data_.tensors[kSink].set(data_.tensors[kSink].element(h), normal());
       const auto slope = [&](int64_t b) {
-        constexpr double kKinds[] = {0.5, 0, -0.1, 6, 1.0 / 256, 1000};
+        constexpr double kKinds[][6] = {{0.5, 0, -0.1, 6, 1.0 / 256, 1000}, {0.5, 0, 0.1, 3, 1.0 / 256, 0.03}};
         const double size = std::abs(normal());
-        if (c_.alibi_any != 0) return kKinds[(b + h) % 6] * (0.8 + 0.1 * size);
+        if (c_.alibi_any != 0) return kKinds[c_.alibi_any - 1][(b + h) % 6] * (0.8 + 0.1 * std::min(size, 4.0));
         return (c_.alibi_log_scale > 0 ? 1 : 0.1) * size;  // a logarithm grows little over a row
       };
       if (c_.alibi == 1) data_.tensors[kAlibi].set(data_.tensors[kAlibi].element(h), slope(0));

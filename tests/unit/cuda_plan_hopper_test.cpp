@@ -181,6 +181,33 @@ TEST(CudaPlanHopper, CausalAlibi) {
   EXPECT_EQ(kernel([](MaskedProblem &p) { p.alibi_log_scale = 0.5f; }), "d128g");
   EXPECT_EQ(kernel([](MaskedProblem &p) { p.softcap = 30; }), "d128g");
   EXPECT_EQ(kernel([](MaskedProblem &p) { p.head_dim = p.head_dim_v = 192; }), "d256g");
+
+  // Backward: large problems, and from 65 columns on long main loops. A second pass serves slopes that wgmma does not take.
+  const auto names = [](int64_t head_dim, int64_t seqlen, void (*change)(MaskedProblem &), double second_pass_from = 0) {
+    MaskedProblem p = problem(seqlen, seqlen, head_dim);
+    p.alibi_slopes = &unreadable;
+    p.band.right = 0;
+    change(p);
+    Device device = h200();
+    device.second_pass_from = second_pass_from;
+    const BackwardPlan plan = backward_plan(backward_of(p), device);
+    const int32_t second = plan.nan_safe_shape;
+    return std::pair(std::string(kernel_of(plan).name), std::string(second >= 0 ? sm90::kBackwardShapes[second].name : ""));
+  };
+  const auto as_is = [](MaskedProblem &) {};
+  const std::pair<std::string, std::string> narrow("d64ln", "d64g"), tall("d128lt", "d128g"), general("d128gn", "d128g");
+  EXPECT_EQ(names(64, 1000, as_is), narrow);
+  EXPECT_EQ(names(40, 1000, [](MaskedProblem &p) { p.band.left = 100; }), narrow);
+  EXPECT_EQ(names(64, 1000, [](MaskedProblem &p) { p.deterministic = true; }), narrow);
+  EXPECT_EQ(names(128, 4096, as_is), tall);
+  EXPECT_EQ(names(96, 4096, [](MaskedProblem &p) { p.deterministic = true; }), tall);
+  EXPECT_EQ(names(128, 1000, as_is), general);
+  EXPECT_EQ(names(128, 4096, [](MaskedProblem &p) { p.band.left = 1024; }), general);
+  EXPECT_EQ(names(128, 4096, [](MaskedProblem &p) { p.band.right = 1; }), general);
+  EXPECT_EQ(names(128, 4096, [](MaskedProblem &p) { p.band.top_left = true; }), general);
+  EXPECT_EQ(names(128, 4096, [](MaskedProblem &p) { p.alibi_log_scale = 0.5f; }), general);
+  EXPECT_EQ(names(128, 4096, [](MaskedProblem &p) { p.softcap = 30; }), general);
+  EXPECT_EQ(names(64, 1000, as_is, 1e18), std::pair(std::string("d64g"), std::string()));
 }
 
 // Blocks of 64 keys, of which the two warpgroups of a work tile may see different ones.

@@ -25,6 +25,12 @@ template <int kStepBytes, int kGroupBytes>
 __device__ __forceinline__ uint64_t descriptor_k_major_unswizzled(uint32_t address) {  // `address` is warp-uniform
   return uint64_t{(address & 0x3FFFF) >> 4} | uint64_t{kStepBytes >> 4} << 16 | uint64_t{kGroupBytes >> 4} << 32;
 }
+// The same of an MN-major tile, of core matrices of 8 rows of K by 16 bytes: kStepBytes from eight rows of K to the next eight, kGroupBytes from eight
+// columns to the next eight. The fields are the same.
+template <int kStepBytes, int kGroupBytes>
+__device__ __forceinline__ uint64_t descriptor_mn_major_unswizzled(uint32_t address) {
+  return descriptor_k_major_unswizzled<kStepBytes, kGroupBytes>(address);
+}
 // Descriptor of an MN-major tile whose swizzle atoms have kTileRows rows: rows are the K dimension. A K step of 16 rows advances
 // 2 kGroupBytes.
 template <int kTileRows, int kGroupBytes = 1024>

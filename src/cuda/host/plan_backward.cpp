@@ -69,7 +69,7 @@ int64_t work_tiles_of_q_tile(const MaskedProblem &p, const sm90::BackwardShape &
 // Pairs that keep P in registers are fast enough to lose by it from 1k keys on; those that do not add from registers, and store only in order.
 int64_t few_work_tiles(const Problem &p, const sm90::BackwardShape &shape) {
   if (shape.blocks() > 1) return shape.p_through_smem() ? 0 : 4;
-  if (shape.scores != kPlain) return 16;
+  if (!sm90::has_plain_loop(shape.scores)) return 16;
   // Long iterations leave time for the first one.
   return shape.rows >= 128 ? 64 : shape.transposes_dq() && is_causal(p) ? 32 : 16;
 }

@@ -166,6 +166,7 @@ std::vector<Case> cases() {
         if (scores == kAlibiAlone) {
           c.alibi = c.alibi_any = 1;
           c.heads_q = 6 / c.batch;
+          if (head_dim == 64) c.backward = 0;  // see below
         }
         c.max_logit = scores == kLargest;
         if (head_dim > 512 || scores == kLargest) c.backward = 0;
@@ -258,6 +259,38 @@ std::vector<Case> cases() {
       c.nan_visible = longer && dtype == FA_BFLOAT16 ? 1 : 0;
       c.dlse = 1;
       all.push_back(c);
+    }
+  }
+  // Backward with ALiBi by wgmma: slopes that it takes, small and large, and in deterministic mode others, too, for which a second pass runs. Grouped heads
+  // with slopes of their own, and NaN in keys that nobody sees.
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 128}) {
+      for (const bool ordered : {false, true}) {
+        Case c;
+        c.seed = seed_for("backward with alibi by wgmma") + static_cast<int64_t>(all.size());
+        c.dtype = dtype;
+        c.head_dim = c.head_dim_v = head_dim;
+        c.heads_k = head_dim == 64 ? 3 : 1;
+        c.heads_q = 2 * c.heads_k;
+        c.q.seqlen = head_dim == 64 ? 300 : 2070;
+        c.k.seqlen = head_dim == 64 ? 350 : 2100;
+        c.q.grad_layout = c.k.grad_layout = kBshd;
+        c.mask = FA_MASK_CAUSAL;
+        if (ordered) c.flags = FA_FLAG_DETERMINISTIC;
+        if (ordered && head_dim == 64) c.window_left = 200;
+        c.alibi = 1;
+        c.alibi_any = ordered && dtype == FA_FLOAT16 ? 1 : 2;
+        c.dlse = c.sink = c.nan_keys = 1;
+        if (dtype == FA_BFLOAT16 && head_dim == 64) {
+          c.batch = 3;
+          c.alibi = 2;
+          c.q.packed = c.k.packed = 1;
+          c.q.slots = {40, 0, 300};
+          c.k.slots = {70, 20, 350};
+          c.k.used = {70, 10, 340};
+        }
+        all.push_back(c);
+      }
     }
   }
   // Windows that hide whole halves of KV tiles, with NaN that some queries see; and deterministic dq summed in cyclic order.

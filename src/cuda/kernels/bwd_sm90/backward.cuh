@@ -32,6 +32,7 @@
 
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/bwd_pre_post/second_pass.cuh"
+#include "cuda/kernels/bwd_sm90/alibi.cuh"
 #include "cuda/kernels/bwd_sm90/dropout.cuh"
 #include "cuda/kernels/bwd_sm90/producer_warps.cuh"
 #include "cuda/kernels/bwd_sm90/shown_pairs.cuh"
@@ -106,7 +107,7 @@ class Backward : ProducerWarps<C> {
         mbarrier_init(dq_empty(n), 1);
       }
       for (int n = 0; n < C::kStages; ++n) {
-        mbarrier_init(q_full(n), 1);
+        mbarrier_init(q_full(n), C::kAlibiByWgmma ? 2 : 1);  // the second arrival is write_alibi()'s
         mbarrier_init(q_empty(n), C::kConsumerWarpgroups * 4);
         mbarrier_init(dout_full(n), 1);
         mbarrier_init(dout_empty(n), C::kConsumerWarpgroups * 4);
@@ -127,6 +128,9 @@ class Backward : ProducerWarps<C> {
                                      &cta_.params.dout_map, &cta_.params.delta_map})
         tma_prefetch_descriptor(map);
       if (C::kStagesBias || (C::kMixtures && has_bias())) tma_prefetch_descriptor(&cta_.params.bias_map);
+    }
+    if constexpr (C::kAlibiByWgmma) {
+      if (threadIdx.x / 32 == 2) write_alibi_keys<C>(cta_.smem, cta_.lane);
     }
     __syncthreads();
     if (threadIdx.x < 128) {
@@ -169,8 +173,8 @@ class Backward : ProducerWarps<C> {
   // wgmma, each started (committed) and not awaited
   // ------------------------------------------------------------------------------------------------------------------
 
-  // S^T or dP^T: 64 keys of K or V (kColumns used columns per swizzle atom) times kCount rows of Q or dO.
-  template <int kCount, int kColumns = 64>
+  // S^T or dP^T: 64 keys of K or V (kColumns used columns per swizzle atom) times kCount rows of Q or dO. kAddsAlibi: with the K step of ALiBi.
+  template <int kCount, int kColumns = 64, bool kAddsAlibi = false>
   __device__ __forceinline__ void start_s(float (&s)[kCount / 2], uint32_t keys, uint32_t rows) const {
     constexpr int kSteps = kColumns / 16;
     const uint64_t a = descriptor_k_major_uniform(keys + wg_ * 64 * 128), b = descriptor_k_major_uniform(rows);
@@ -179,6 +183,8 @@ class Backward : ProducerWarps<C> {
       Wgmma<Element, kCount>::ss_k_k(s, advance_descriptor(a, d / kSteps * C::kTileKv * 128 + d % kSteps * 32),
                                      advance_descriptor(b, d / 4 * C::kTileQ * 128 + d % 4 * 32), d != 0);
     }
+    if constexpr (kAddsAlibi)
+      Wgmma<Element, kCount>::ss_mn_k(s, alibi_keys<C>(cta_.smem, wg_), alibi_slopes<C>(cta_.smem, stage_), 1);
     wgmma_commit();
   }
   __device__ __forceinline__ void start_dp(int part) {
@@ -426,7 +432,7 @@ class Backward : ProducerWarps<C> {
     if constexpr (kPrefetchLse) cta_.load_stats(stats_, smem_lse(stage_));
     fence_operand(s_);
     wgmma_fence();
-    start_s<C::kTileQ, C::kKeyColumns>(s_, smem_k(), smem_q(stage_));
+    start_s<C::kTileQ, C::kKeyColumns, C::kAlibiByWgmma>(s_, smem_k(), smem_q(stage_));
     if constexpr (C::kDpParts == 1) {
       partial = q_tile < cta_.work().full_begin || q_tile >= cta_.work().full_end;
       if constexpr (C::kHasDataMask) partial |= map_partial;

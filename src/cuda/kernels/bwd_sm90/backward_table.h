@@ -21,10 +21,13 @@ enum class Design : int32_t {
 
 constexpr int32_t kDqSemaphoresPerTile = 2;  // order counters of a Q tile: its dq is reduced as two partials
 
-// Which kernels of a single CTA may store dk and dv by TMA. With a NaN-safe path they would spill; at head_dim 96 dq has no room for dk. With score terms it was
-// not tried.
+// Whether the main loop is that of plain scores: with ALiBi by wgmma S has one more K step.
+constexpr bool has_plain_loop(ScoreSet scores) { return scores == kPlain || has_alibi_by_wgmma(scores); }
+
+// Which kernels of a single CTA may store dk and dv by TMA. With a NaN-safe path they would spill; at head_dim 96 dq has no room for dk. With other score terms
+// it was not tried.
 constexpr bool stages_dkv(int32_t head_dim, bool nan_safe, ScoreSet scores) {
-  return head_dim % 64 == 0 && !nan_safe && scores == kPlain;
+  return head_dim % 64 == 0 && !nan_safe && has_plain_loop(scores);
 }
 
 struct BackwardShape {
@@ -82,7 +85,7 @@ struct BackwardShape {
   int32_t storage_bytes;
 };
 
-// Narrow heads first: the plan takes the first line that has room for the columns and takes the problem. Names that end in n, and d128t with its taller Q
+// Narrow heads first: the plan takes the first line that has room for the columns and takes the problem. Names that end in n, and in t, with taller Q
 // tiles, are of kernels without a NaN-safe path, see does_without_nan_safe_path() in plan_backward.cpp. Those that are not here gained nothing.
 // X(name, head_dim, head_dim_v, consumer_warpgroups, rows, stages, dout_stages, design, ordered, nan_safe, skips_cells, scores)
 // One kernel a line, as the build reads it:
@@ -100,7 +103,9 @@ struct BackwardShape {
   X(d256s, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, false, true, false, kPlain)        \
   X(d256, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem, false, true, false, kPlain)                    \
   X(d256o, 256, 256, 2, 64, 2, 1, Design::cluster_p_smem_persistent, true, true, false, kPlain)         \
+  X(d64ln, 64, 64, 2, 128, 2, 2, Design::single_cta, true, false, false, kAlibi)                        \
   X(d64g, 64, 64, 2, 128, 2, 2, Design::single_cta, true, true, false, kSoftcap | kAlibi | kAlibiAhead) \
+  X(d128lt, 128, 128, 2, 80, 2, 2, Design::single_cta, true, false, false, kAlibi)                      \
   X(d128gn, 128, 128, 2, 64, 3, 3, Design::single_cta, true, false, false, kSoftcapAlibi)               \
   X(d128g, 128, 128, 2, 64, 3, 3, Design::single_cta, true, true, false, kSoftcapAlibi)                 \
   X(d64b64n, 64, 64, 2, 64, 3, 3, Design::single_cta, true, false, true, kMasked)                       \

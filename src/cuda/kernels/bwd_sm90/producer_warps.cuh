@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/common/tma.cuh"
+#include "cuda/kernels/bwd_sm90/alibi.cuh"
 #include "cuda/kernels/bwd_sm90/single_cta.cuh"
 
 namespace fa::cuda::sm90 {
@@ -80,6 +81,7 @@ class ProducerWarps : protected SingleCta<C> {
           crosses = describe_split(index - cta_.params.split_tail.first_tile, second, next);
         } else if (more) {
           cta_.describe_work_tile(index, next);
+          if constexpr (C::kAlibiByWgmma) leave_large_slopes(next);
           if constexpr (C::kSplitTail) next.splits = 1;
           if (cta_.is_cyclic()) {
             // Every Q tile is alike, whatever its place: P of rows behind the end of the sequence is 0 by their lse.
@@ -153,6 +155,20 @@ class ProducerWarps : protected SingleCta<C> {
     next.split = static_cast<int8_t>(x.split);
     next.splits = static_cast<int8_t>(x.splits);
     return x.crosses;
+  }
+  // Where wgmma does not take the slope of a query head, all work tiles of its key head are empty, and a second pass computes everything.
+  __device__ __forceinline__ void leave_large_slopes(WorkTile &next) const {
+    const int group = static_cast<int>(cta_.problem.group);
+    const float logit = cta_.params.raw.logit;
+    bool takes = true;
+#pragma unroll 1
+    for (int g = 0; g < group; ++g)
+      takes &= takes_alibi_by_wgmma(cta_.params.raw,
+                                    load_head_terms(cta_.problem, logit, next.batch, next.head_k * group + g).slope);
+    if (takes) return;
+    next.q_tile_begin = next.q_tile_end = 0;
+    pdl_wait();  // backward_rows has written 0
+    *cta_.params.nonfinite = 1;
   }
   __device__ __forceinline__ bool wg1_sees_nothing_of_first_tile(const WorkTile &next) const {
     return cta_.problem.group == 1 && next.q_tile_begin < next.q_tile_end &&
@@ -259,7 +275,8 @@ class ProducerWarps : protected SingleCta<C> {
       if (elect_one()) {
         if constexpr (C::kHasDataMask)
           masked_tiles().visited[number(visited) % BackwardMaskedTiles::kVisited] = {q_tile, head_q, cell_codes};
-        mbarrier_arrive_expect_tx(q_full(q_pipe.stage()), C::kQBytes + C::kStatBytes + (first ? C::kKBytes : 0));
+        mbarrier_arrive_expect_tx(q_full(q_pipe.stage()),
+                                  C::kQBytes + (C::kAlibiByWgmma ? 0 : C::kStatBytes) + (first ? C::kKBytes : 0));
         cta_.template load_tile<C::kTileQ>(smem_q(q_pipe.stage()), cta_.params.q_map, q_full(q_pipe.stage()), row, head_q,
                                            batch, kEvictLast);
       }
@@ -269,7 +286,7 @@ class ProducerWarps : protected SingleCta<C> {
         load_kv(kv_index, q_full(q_pipe.stage()), dout_full(q_pipe.stage()));
         pdl_wait();
       }
-      if (elect_one())
+      if (!C::kAlibiByWgmma && elect_one())
         tma_load_4d(smem_lse(q_pipe.stage()), &cta_.params.lse_map, q_full(q_pipe.stage()), 0,
                     cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
       mbarrier_wait(dout_empty(q_pipe.stage()), q_pipe.phase() ^ 1);
@@ -280,6 +297,7 @@ class ProducerWarps : protected SingleCta<C> {
         tma_load_4d(smem_delta(q_pipe.stage()), &cta_.params.delta_map, dout_full(q_pipe.stage()), 0,
                     cta_.workspace_q_tile(head_q) + q_tile, 0, 0, kEvictFirst);
       }
+      if constexpr (C::kAlibiByWgmma) write_alibi(q_pipe.stage(), head_q, q_tile);
       if (first && kv_index > 0) load_kv(kv_index, q_full(q_pipe.stage()), dout_full(q_pipe.stage()));
       if constexpr (C::kStagesBias) load_bias(visited, head_q, q_tile);
       if constexpr (C::kMixtures) {
@@ -289,6 +307,29 @@ class ProducerWarps : protected SingleCta<C> {
       q_pipe.advance();
       ++visited;
     });
+  }
+
+  // ALiBi by wgmma: writes the slope of the head to a stage, and with lse what is the same for all keys of a query. Consumers then have the exponents of plain
+  // scores.
+  __device__ __forceinline__ void write_alibi(int stage, int head_q, int q_tile) const {
+    const int lane = cta_.lane;
+    const bool has_rows = lane < C::kTileQ / 4;  // four of them
+    float4 lse{};
+    if (has_rows)
+      lse = __ldcg(reinterpret_cast<const float4 *>(cta_.params.row_lse) +
+                   int64_t{cta_.workspace_q_tile(head_q) + q_tile} * (C::kTileQ / 4) + lane);
+    const float slope = load_head_terms(cta_.problem, cta_.params.raw.logit, cta_.work().batch, head_q).slope;
+    const SlopeParts<typename C::Element> parts(slope);
+    parts.write(cta_.at(offsetof(Storage, stats.slopes), stage, 128), lane);
+    if (has_rows) {
+      const float factor = cta_.params.raw.factor, shift = 8.f * factor * fmaf(2.f, parts.low, parts.middle);
+      const auto distance =
+          static_cast<float>(q_tile * C::kTileQ + 4 * lane + cta_.work().seqlen_k - cta_.work().seqlen_q - cta_.work().key0);
+      const auto moved = [&](float x, float row) { return __float_as_uint(fmaf(slope * factor, distance + row, x + shift)); };
+      st_shared_16(smem_lse(stage) + lane * 16, moved(lse.x, 0.f), moved(lse.y, 1.f), moved(lse.z, 2.f), moved(lse.w, 3.f));
+    }
+    __syncwarp();
+    mbarrier_arrive_if(lane == 0, q_full(stage));
   }
 
   // Loads the bias of iteration n, of either dtype, in boxes of 128 bytes of keys by 64 queries.

@@ -75,6 +75,23 @@ struct BackwardShownPairs {
 };
 struct NoBackwardShownPairs {};
 
+// lse and delta of the Q tile in each stage.
+template <int kStages, int kStats>
+struct BackwardRowStats {
+  float lse[kStages][kStats], delta[kStages][kStats];
+};
+// With ALiBi by wgmma (alibi.cuh) the operands of its K step lie before them, in core matrices of 128 bytes: of the slope one for all queries, and zeros for
+// the columns of K behind it; of the keys rows of eight.
+template <int kStages, int kStats, int kTileQ>
+struct BackwardAlibiStats {
+  static constexpr int kKeyRows = 24;
+  char slopes[kStages][128], zeros[128];
+  uint16_t keys[kKeyRows][8];
+  // compute-sanitizer takes an operand for contiguous memory, 32 bytes a query or key: this much of it must lie in shared memory.
+  char room[kTileQ * 32 - 2432];
+  float lse[kStages][kStats], delta[kStages][kStats];
+};
+
 // backward.cuh: two consumer warpgroups of 64 keys each, Q tiles of kTileQ queries.
 template <int kD, int kConsumerWarpgroups, int kTileQ, int kStages, ScoreSet kScores>
 struct SingleCtaStorage {
@@ -95,7 +112,9 @@ struct SingleCtaStorage {
   char ds[2][kTileKv * kTileQ * 2];              // dS^T (kTileKv, kTileQ), of this Q tile and of the previous one
   float dq[kConsumerWarpgroups][kTileQ * kD / kConsumerWarpgroups];  // partials, in the layout of the accumulators
   static constexpr int kStats = (kTileQ + 31) / 32 * 32;             // TMA writes to multiples of 128 bytes
-  float lse[kStages][kStats], delta[kStages][kStats];
+  std::conditional_t<has_alibi_by_wgmma(kScores), BackwardAlibiStats<kStages, kStats, kTileQ>,
+                     BackwardRowStats<kStages, kStats>>
+      stats;
   Mbarrier ds_full[2], ds_empty[2];
   Mbarrier dq_full[kConsumerWarpgroups], dq_empty[kConsumerWarpgroups];
   Mbarrier q_full[kStages], q_empty[kStages], dout_full[kStages], dout_empty[kStages];

@@ -14,7 +14,9 @@ struct BackwardConfig {
   using Storage = SingleCtaStorage<kD_, kGroups_, kRows_, kStages_, kScores_>;
   static constexpr int kD = kD_, kConsumerWarpgroups = kGroups_, kTileQ = kRows_, kStages = kStages_;
   static constexpr ScoreSet kScores = kScores_;
-  static constexpr bool kScored = (kScores & (kSoftcap | kAlibi)) != 0, kHasDataMask = (kScores & kDataMask) != 0;
+  static constexpr bool kAlibiByWgmma = has_alibi_by_wgmma(kScores);
+  static constexpr bool kScored = (kScores & (kSoftcap | kAlibi)) != 0 && !kAlibiByWgmma,  // softcap or ALiBi, score by score
+      kHasDataMask = (kScores & kDataMask) != 0;
   static constexpr bool kMixtures = takes_mixtures(kScores);  // which terms the problem has is known at run time
   static constexpr bool kHasDropout = (kScores & kDropout) != 0, kHasBias = (kScores & kTileBias) != 0 && !kMixtures;
   static constexpr bool kHasScoreText = (kScores & kScoreText) != 0;
@@ -23,8 +25,9 @@ struct BackwardConfig {
   static constexpr bool kTextScores = kHasScoreText && ScoreText::kScores;       // the text has more than masks
   static constexpr bool kConvertsEarly = kScored || kHasDropout || kTextScores;  // P, in exponentiate()
   static constexpr bool kRotates = kScores == kPlain;  // main loops without masked pairs begin with Q tiles of their own
-  static constexpr bool kSplitTail =
-      kScores == kPlain;  // the plan may divide the last work tiles among all CTAs (split_tail.h)
+  // The plan may divide the last work tiles among all CTAs (split_tail.h). It never does with ALiBi by wgmma, but without that code ptxas serialises the wgmma
+  // of Q tiles of 80 queries (C7512).
+  static constexpr bool kSplitTail = has_plain_loop(kScores);
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128, kTileKv = kConsumerWarpgroups * 64, kAtoms = (kD + 63) / 64;
   static constexpr int kConsumerThreads = kConsumerWarpgroups * 128;
   // Producer warps of kernels for masks as data need more where consumers can spare some. With a score text that was not tried.
@@ -38,7 +41,7 @@ struct BackwardConfig {
   // Q tiles of 80 queries: dq is computed transposed, because wgmma has 64 rows and any multiple of 8 columns.
   static constexpr bool kDqTransposed = kTileQ % 64 != 0;
   // Parts of a Q tile. With score terms, or a NaN-safe path, dP has registers for 64 queries.
-  static constexpr bool kFewScores = kScores == kPlain || kScores == kMasked;
+  static constexpr bool kFewScores = has_plain_loop(kScores) || kScores == kMasked;
   static constexpr int kDpQueries = kNanSafe || !kFewScores ? 64 : kTileQ, kDpParts = kTileQ / kDpQueries;
   // dq of a Q tile: a partial of 64 queries x kDqColumns per warpgroup, 16 queries per warp. Transposed: 64 columns x kTileQ queries.
   static constexpr int kDqRowParts = kTileQ / 64, kDqColumns = kD * kDqRowParts / kConsumerWarpgroups;
@@ -84,10 +87,10 @@ class SingleCta {
     return cta_.at(offsetof(Storage, dq), wg, sizeof(Storage::dq[0]));
   }
   __device__ __forceinline__ uint32_t smem_lse(int n) const {
-    return cta_.at(offsetof(Storage, lse), n, sizeof(Storage::lse[0]));
+    return cta_.at(offsetof(Storage, stats.lse), n, sizeof(Storage::stats.lse[0]));
   }
   __device__ __forceinline__ uint32_t smem_delta(int n) const {
-    return cta_.at(offsetof(Storage, delta), n, sizeof(Storage::delta[0]));
+    return cta_.at(offsetof(Storage, stats.delta), n, sizeof(Storage::stats.delta[0]));
   }
   __device__ __forceinline__ uint32_t ds_full(int n) const {
     return cta_.at(offsetof(Storage, ds_full), n, sizeof(Storage::ds_full[0]));
