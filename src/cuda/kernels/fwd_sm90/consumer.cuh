@@ -59,6 +59,9 @@ class Consumer {
   static constexpr bool kEarlyK = kSpareRegisters && C::kConsumerWarpgroups == 2 && !C::kHasBias;
   // Whether unmasked iterations make P with the current maximum, and raise it only if the sum of P is too large. Raising takes registers.
   static constexpr bool kDeferredMax = C::kDv <= 128 && !C::kHasScoreMod && !C::kHasScoreText;
+  // Whether unmasked iterations count the first key of their KV tiles, because they need it each time: to look it up takes 40 instructions and waits for shared
+  // memory. With masks as data the producer warp gives it.
+  static constexpr bool kCountsKeys = (C::kHasScoreMod || C::kHasScoreText || C::kHasDropout) && !C::kHasDataMask;
   // Whether K and the bias stay in shared memory until P is known to fit fp32: with a bias it often would not.
   static constexpr bool kKeepsOperands = C::kHasBias && kDeferredMax;
 
@@ -143,8 +146,8 @@ class Consumer {
       if constexpr (C::kAlibiByWgmma) {
         if (i < kv_tiles) alibi_.move_to(t, first_key(t, i, /*released=*/false));
       }
-      if constexpr (C::kHasDropout && !C::kHasDataMask) {
-        if (i < kv_tiles) dropout_.move_to(first_key(t, i, /*released=*/false));
+      if constexpr (kCountsKeys) {
+        if (i < kv_tiles) key0_ = t.kv_tile(i) * C::kKeys;
       }
       bool restart = i == begin + 1, promoted = false;  // fp8: out starts again from zero; there is a promoted sum
 #pragma unroll 1
@@ -311,8 +314,7 @@ class Consumer {
     if (!kEarlyK) wait_v();
     fence_operands();
     issue_qk();
-    if constexpr (C::kHasDropout) dropout_.move_to(first_key(t, i, /*released=*/false));
-    draw_dropout(t);
+    if constexpr (C::kHasDropout) draw_dropout(t, first_key(t, i, /*released=*/false));
     // While the wgmmas run.
     if (kAsksBesideS && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);
     if (kEarlyK) wait_v();
@@ -363,9 +365,9 @@ class Consumer {
     }
     fence_operands();
     issue_qk();
-    if constexpr (C::kHasDataMask && C::kHasDropout) dropout_.move_to(first_key(t, i, /*released=*/false));
-    draw_dropout(t);  // before issue_pv(), which holds the warp
-    if constexpr (C::kHasDropout && !C::kHasDataMask) dropout_.move_by(-C::kKeys);
+    // The first key of the KV tile.
+    const auto key0 = [&](bool released) { return kCountsKeys ? key0_ : first_key(t, i, released); };
+    if constexpr (C::kHasDropout) draw_dropout(t, key0(/*released=*/false));  // before issue_pv(), which holds the warp
     if (kEarlyK) mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
     if (kEarlyK || C::kHasDropout) wgmma_fence();
     issue_pv(first_pv);
@@ -377,11 +379,11 @@ class Consumer {
       if constexpr (!kKeepsOperands) bias_.release();
     }
     if (kEarlyK && !last) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
-    if constexpr (C::kHasScoreMod) apply_score_mod(t, t.head, first_key(t, i, /*released=*/true));
+    if constexpr (C::kHasScoreMod) apply_score_mod(t, t.head, key0(/*released=*/true));
     if constexpr (C::kMixtures) {
       if (bias_.staged()) bias_.add_staged(s_);
     }
-    if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/true>(t, first_key(t, i, /*released=*/true));
+    if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/true>(t, key0(/*released=*/true));
     float sum[2] = {0.f, 0.f};
     bool rescaled;  // out must be multiplied by softmax_.rescale
     bool searches = true;
@@ -412,7 +414,7 @@ class Consumer {
       if (searches) head_max_.search(s_, softmax_.max);
     }
     if (rescaled) {
-      if constexpr (kDeferredMax) rescale_p(t, first_key(t, i, /*released=*/true), sum);
+      if constexpr (kDeferredMax) rescale_p(t, key0(/*released=*/true), sum);
       scale_rows<OutFragment>(out_, softmax_.rescale);
     }
     if constexpr (C::kHasMaxLogit && kDeferredMax) {
@@ -420,6 +422,7 @@ class Consumer {
     }
     softmax_.sum[0] += sum[0];
     softmax_.sum[1] += sum[1];
+    if constexpr (kCountsKeys) key0_ -= C::kKeys;
     if constexpr (kKeepsOperands) {
       release_k(last);
       bias_.release();
@@ -541,11 +544,9 @@ class Consumer {
   // Softmax
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Dropout bits of the next KV tile.
-  __device__ __forceinline__ void draw_dropout(const WorkTile &t) {
-    if constexpr (C::kHasDropout) {
-      if (dropout_.drops()) dropout_.draw(t, smem_.dropout_tile(work_.stage()));
-    }
+  // Dropout bits of the KV tile from key0 on.
+  __device__ __forceinline__ void draw_dropout(const WorkTile &t, int key0) {
+    if (dropout_.drops()) dropout_.draw(t, smem_.dropout_tile(work_.stage()), a_.kept_signs, key0);
   }
 
   // Kernels for mixtures: the batch entry of the work tile.
@@ -815,6 +816,7 @@ class Consumer {
   AlibiByWgmma<C> alibi_;
   Epilogue<C> epilogue_;
   OnlineSoftmax<Fragment> softmax_;
+  int key0_;     // kCountsKeys: the first key of the next unmasked iteration's KV tile
   float scale_;  // fp8: the factor from S to exponents of two, of this work tile
   float s_[C::kKeys / 2];
   uint32_t p_operand_[kPvSteps][4];

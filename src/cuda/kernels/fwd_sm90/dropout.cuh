@@ -14,8 +14,7 @@ class DropoutBits {
  public:
   using WorkTile = typename SharedMemory<C>::WorkTile;
 
-  __device__ __forceinline__ DropoutBits(const ForwardParams &params, const ConsumerThread &at)
-      : a_(params), p_(params.problem), at_(at) {}
+  __device__ __forceinline__ DropoutBits(const ForwardParams &params, const ConsumerThread &at) : p_(params.problem), at_(at) {}
 
   // Whether anything is dropped: only kernels for mixtures have to ask.
   __device__ __forceinline__ bool drops() const { return !C::kMixtures || p_.dropout.threshold > 0; }
@@ -23,12 +22,10 @@ class DropoutBits {
   __device__ __forceinline__ void begin(const WorkTile &t, uint32_t key_and_head) {
     if constexpr (kHoldsTile) tile_ = make_tile(t, key_and_head);
   }
-  // The next KV tile to draw for begins with key0; or with a key that far from the last one.
-  __device__ __forceinline__ void move_to(int key0) { c0_ = 2 * static_cast<uint32_t>(key0) + static_cast<uint32_t>(at_.lane); }
-  __device__ __forceinline__ void move_by(int keys) { c0_ += static_cast<uint32_t>(2 * keys); }
-  // Draws the bits of a KV tile, between the start of a wgmma and the wait for it.
-  __device__ __forceinline__ void draw(const WorkTile &t, uint32_t key_and_head) {
-    draw(kHoldsTile ? tile_ : make_tile(t, key_and_head));
+  // Draws the bits of the KV tile from key0 on, between the start of a wgmma and the wait for it.
+  __device__ __forceinline__ void draw(const WorkTile &t, uint32_t key_and_head, const KeptSigns &kept_signs, int key0) {
+    draw(kHoldsTile ? tile_ : make_tile(t, key_and_head), kept_signs,
+         2 * static_cast<uint32_t>(key0) + static_cast<uint32_t>(at_.lane));
   }
   // Zeroes the dropped elements of P of keys 16 n .. 16 n + 15, converted already.
   __device__ __forceinline__ void drop(uint32_t (&a)[4], int n) const {
@@ -44,7 +41,7 @@ class DropoutBits {
     const uint4 x = ld_shared_16(key_and_head);
     return {{x.x, x.y, x.z}, x.w, (at_.row(t, 0) - (at_.lane >> 2)) >> 4};
   }
-  __device__ __forceinline__ void draw(const DropoutTile &tile) {
+  __device__ __forceinline__ void draw(const DropoutTile &tile, const KeptSigns &kept_signs, uint32_t c0) {
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       uint32_t kept = 0;
@@ -52,13 +49,12 @@ class DropoutBits {
       for (int n = 0; n < 4 && 4 * word + n < C::kKeys / 16; n += kCalls) {
         Philox4 random[kCalls];
         DropoutTile::bits(
-            random, [&](int) -> const DropoutTile & { return tile; }, [&](int i) { return c0_ + 32 * (4 * word + n + i); });
+            random, [&](int) -> const DropoutTile & { return tile; }, [&](int i) { return c0 + 32 * (4 * word + n + i); });
 #pragma unroll
         for (int i = 0; i < kCalls; ++i)
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
-            const uint32_t bytes =
-                __byte_perm(a_.kept_signs.of(random[i].word[h]), a_.kept_signs.of(random[i].word[2 + h]), 0x7531);
+            const uint32_t bytes = __byte_perm(kept_signs.of(random[i].word[h]), kept_signs.of(random[i].word[2 + h]), 0x7531);
             const int shift = 2 * (n + i) + h;
             kept |= bytes >> shift & 0x80808080u >> shift;
           }
@@ -80,11 +76,9 @@ class DropoutBits {
   static constexpr int kCalls = 2;  // of the generator at a time: one hides the latency of the other
   static constexpr bool kHoldsTile = !C::kMixtures && C::kDv <= 128;
 
-  const ForwardParams &a_;
   const Problem &p_;
   const ConsumerThread at_;
   DropoutTile tile_;
-  uint32_t c0_;
   uint32_t kept_[kWords];
 };
 
