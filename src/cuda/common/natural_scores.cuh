@@ -114,14 +114,14 @@ class NaturalScores {
     return bias == -CUDART_INF_F ? bias : fmaf(score, scale, bias);
   }
 
-  // Which pairs are dropped, one bit for each element. Own rows are queries.
+  // Which pairs are dropped, at kept_bit(). Own rows are queries.
   __device__ __forceinline__ uint32_t draw_dropped() const {
     static_assert(kOwnsQueries);
     const uint32_t bh = static_cast<uint32_t>(at_.batch * static_cast<int>(p_.heads_q) + at_.head);
     const DropoutTile tile[1] = {{load_dropout_key(p_.dropout), bh, row_ >> 4}};
-    const uint32_t threshold = p_.dropout.threshold << 16,
-                   c0 = 2 * static_cast<uint32_t>(first_) + static_cast<uint32_t>(lane_);
-    uint32_t dropped = 0;
+    const KeptSigns kept_signs(p_.dropout.threshold);
+    const uint32_t c0 = 2 * static_cast<uint32_t>(first_) + static_cast<uint32_t>(lane_);
+    uint32_t kept = 0;
 #pragma unroll
     for (int k = 0; k < 4; k += 2) {  // two calls at a time: one hides the latency of the other
       Philox4 random[2];
@@ -130,14 +130,9 @@ class NaturalScores {
 #pragma unroll
       for (int i = 0; i < 2; ++i)
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-          const uint32_t bits = random[i].word[2 * (r & 1) + (r >> 1)];
-          const int n = 8 * (k + i) + 2 * r;
-          if (bits << 16 < threshold) dropped |= 1u << n;
-          if (bits < threshold) dropped |= 2u << n;
-        }
+        for (int r = 0; r < 4; ++r) kept = append_kept(kept, kept_signs.of(random[i].word[2 * (r & 1) + (r >> 1)]));
     }
-    return dropped;
+    return ~kept;
   }
 
  private:
@@ -159,7 +154,7 @@ class NaturalScores {
 __device__ __forceinline__ void drop(float *p, uint32_t dropped) {
 #pragma unroll
   for (int n = 0; n < 32; ++n)
-    if ((dropped >> n & 1) != 0) p[n] = copysignf(0.f, p[n]);
+    if ((dropped & kept_bit(n)) != 0) p[n] = copysignf(0.f, p[n]);
 }
 
 // What the cell map says of the cell of a query and a key that exist: 0 nothing is visible, 1 everything, 3 some pairs may be hidden.

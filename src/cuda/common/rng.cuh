@@ -16,6 +16,11 @@ FA_HD DropoutKey load_dropout_key(const Dropout &dropout) {
   return dropout_key(seed, offset);
 }
 
+// Where what is kept of the elements of a wgmma accumulator lies, 32 of them in a word: that of even elements in the low half, that of odd ones in the high half. Kernels shift
+// the signs of two elements at a time into it.
+FA_HD constexpr uint32_t kept_bit(int element) { return 1u << (element % 32 / 2 + 16 * (element % 2)); }
+FA_HD uint32_t append_kept(uint32_t kept, uint32_t signs) { return (kept >> 1 & 0x7FFF7FFFu) | (signs & 0x80008000u); }
+
 // Compares both halves x of a word of random bits with the threshold.
 class KeptSigns {
  public:

@@ -6,18 +6,14 @@
 
 namespace fa::cuda::sm90 {
 
-// Which pairs of a warp's 16 keys and kQueries queries are kept: a word for 64 queries, the bits of even queries in its low half, of odd ones in its high half.
+// Which pairs of a warp's 16 keys and kQueries queries are kept: a word for 64 queries (kept_bit()).
 template <int kQueries>
 struct DroppedPairs {
   static constexpr int kWords = kQueries / 64;
   uint32_t kept[kWords];
 
   // Whether element n of the accumulator is dropped.
-  __device__ __forceinline__ bool dropped(int n) const {
-    // Four queries and eight keys further are the next words of a call.
-    const int word = 2 * (n >> 2 & 1) + (n >> 1 & 1);
-    return (kept[n / 32] >> (4 * (n % 32 / 8) + word + 16 * (n & 1)) & 1) == 0;
-  }
+  __device__ __forceinline__ bool dropped(int n) const { return (kept[n / 32] & kept_bit(n)) == 0; }
 
   // Keys from key0 on and queries from row0 on, both multiples of 16, of batch-head bh = b * heads_q + h.
   // smem_key: address of the problem's key in shared memory, from where it is read each time: round keys held in registers would spill others.
@@ -37,7 +33,7 @@ struct DroppedPairs {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
 #pragma unroll
-          for (int r = 0; r < 4; ++r) bits = (bits >> 1 & 0x7FFF7FFFu) | (kept_signs.of(x[i].word[r]) & 0x80008000u);
+          for (int r = 0; r < 4; ++r) bits = append_kept(bits, kept_signs.of(x[i].word[r]));  // queries r / 2, keys r % 2
         }
       }
       kept[w] = exchange_kept_pairs(bits, lane);

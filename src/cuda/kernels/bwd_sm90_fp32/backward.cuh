@@ -472,7 +472,7 @@ class Backward {
   // What these need of a tile besides S, loaded and computed while the products of S run.
   struct TileTerms {
     float bias[32];
-    uint32_t hidden, dropped;  // pair_bit(), and a bit for each element
+    uint32_t hidden, dropped;  // pair_bit(), kept_bit()
   };
   template <bool kOwnsQueries>
   static constexpr bool kLoadsBiasEarly = C::kD == 64 ||
@@ -567,13 +567,13 @@ class Backward {
   // dP of dropped pairs becomes 0.
   __device__ __forceinline__ void drop_dp(float (&dp)[32], uint32_t dropped) const {
 #pragma unroll
-    for (int n = 0; n < 32; ++n) dp[n] = (dropped >> n & 1) != 0 ? 0.f : dp[n] * p_.dropout.keep_scale;
+    for (int n = 0; n < 32; ++n) dp[n] = (dropped & kept_bit(n)) != 0 ? 0.f : dp[n] * p_.dropout.keep_scale;
   }
   __device__ __forceinline__ uint32_t draw_dropped_transposed(int head, int first) const {
     sm90::DroppedPairs<64> dropped;
     const uint32_t bh = static_cast<uint32_t>(work_.batch * static_cast<int>(p_.heads_q) + head);
     dropped.draw(smem_ + offsetof(Storage, dropout), p_.dropout.threshold, bh, first, work_.own0 + consumer_warp() * 16, lane_);
-    return dropped.word[0];
+    return ~dropped.kept[0];
   }
 
   // Calls f(n, stat(n)) for elements n and n + 1 of a fragment. stat(n) is called once for the elements in the same columns.
