@@ -6,7 +6,7 @@
 //   multiply<kAdd>(rows, steps, left, right, c)     C = A B, or with kAdd C = C + A B, for `rows` <= 32 rows and 32 columns
 //
 // The depth of the product is 32 * steps. Rows of C are written in whole groups: of 16 by the tile unit, of 8 by the others.
-// multiply<kAdd, 1> of the tile unit has columns 0 .. 15 alone; it also adds up several products: multiply<kAdd>(rows, steps, products, c).
+// The tile unit also adds up several products: multiply<kAdd>(rows, steps, products, c).
 // Products of bf16 are exact; all units take subnormal operands for zero
 // and give zero where a sum is subnormal. Results differ by rounding:
 //   tdpbf16ps  sums even and odd products apart, rounded to nearest
@@ -50,36 +50,35 @@ class Bf16Unit {
     FA_INLINE void operator()() const {}
   };
 
-  template <bool kAdd, int kColumns = 2>
+  template <bool kAdd>
   void multiply(int64_t rows, int64_t steps, LeftTiles left, const uint16_t *right, Sums c) {
-    multiply<kAdd, kColumns, 1>(rows, steps, {{left, right}}, c);
+    multiply<kAdd, 1>(rows, steps, {{left, right}}, c);
   }
-  template <bool kAdd, int kColumns = 2, int kProducts>
+  template <bool kAdd, int kProducts>
   void multiply(int64_t rows, int64_t steps, const Product (&products)[kProducts], Sums c) {
-    rows > kTileRows ? halves<2, kColumns, kAdd>(steps, products, c, Nothing{})
-                     : halves<1, kColumns, kAdd>(steps, products, c, Nothing{});
+    rows > kTileRows ? halves<2, kAdd>(steps, products, c, Nothing{}) : halves<1, kAdd>(steps, products, c, Nothing{});
   }
   // Calls between() after every step, whose products the unit computes while vectors do what that does.
   template <bool kAdd, class Between>
   FA_INLINE void multiply_beside(int64_t rows, int64_t steps, LeftTiles left, const uint16_t *right, Sums c, Between between) {
     const Product products[] = {{left, right}};
-    rows > kTileRows ? halves<2, 2, kAdd>(steps, products, c, between) : halves<1, 2, kAdd>(steps, products, c, between);
+    rows > kTileRows ? halves<2, kAdd>(steps, products, c, between) : halves<1, kAdd>(steps, products, c, between);
   }
 
  private:
-  template <int kHalves, int kColumns, bool kAdd, int kProducts, class Between>
+  template <int kHalves, bool kAdd, int kProducts, class Between>
   FA_INLINE void halves(int64_t steps, const Product (&products)[kProducts], Sums c, Between between) {
     const int64_t row_bytes = c.row * int64_t{sizeof(float)};
     if constexpr (kAdd) {
       tiles_.template load<0>(c.at, row_bytes);
-      if constexpr (kColumns == 2) tiles_.template load<1>(c.at + c.column, row_bytes);
+      tiles_.template load<1>(c.at + c.column, row_bytes);
       if constexpr (kHalves == 2) tiles_.template load<2>(c.at + c.half, row_bytes);
-      if constexpr (kHalves == 2 && kColumns == 2) tiles_.template load<3>(c.at + c.half + c.column, row_bytes);
+      if constexpr (kHalves == 2) tiles_.template load<3>(c.at + c.half + c.column, row_bytes);
     } else {
       tiles_.template zero<0>();
-      if constexpr (kColumns == 2) tiles_.template zero<1>();
+      tiles_.template zero<1>();
       if constexpr (kHalves == 2) tiles_.template zero<2>();
-      if constexpr (kHalves == 2 && kColumns == 2) tiles_.template zero<3>();
+      if constexpr (kHalves == 2) tiles_.template zero<3>();
     }
     for (auto [left, right] : products) {
       for (int64_t i = 0; i < steps; ++i, left.at += left.step, right += kRightStep) {
@@ -93,19 +92,19 @@ class Bf16Unit {
           tiles_.template load<6>(right);
           tiles_.template load<4>(left.at);
         }
-        if constexpr (kColumns == 2) tiles_.template load<7>(right + kTileBf16);
+        tiles_.template load<7>(right + kTileBf16);
         tiles_.template dot<0, 4, 6>();
         if constexpr (kHalves == 2 && !kLoadsFirst) tiles_.template load<5>(left.at + left.half);
-        if constexpr (kColumns == 2) tiles_.template dot<1, 4, 7>();
+        tiles_.template dot<1, 4, 7>();
         if constexpr (kHalves == 2) tiles_.template dot<2, 5, 6>();
-        if constexpr (kHalves == 2 && kColumns == 2) tiles_.template dot<3, 5, 7>();
+        if constexpr (kHalves == 2) tiles_.template dot<3, 5, 7>();
         between();
       }
     }
     tiles_.template store<0>(c.at, row_bytes);
-    if constexpr (kColumns == 2) tiles_.template store<1>(c.at + c.column, row_bytes);
+    tiles_.template store<1>(c.at + c.column, row_bytes);
     if constexpr (kHalves == 2) tiles_.template store<2>(c.at + c.half, row_bytes);
-    if constexpr (kHalves == 2 && kColumns == 2) tiles_.template store<3>(c.at + c.half + c.column, row_bytes);
+    if constexpr (kHalves == 2) tiles_.template store<3>(c.at + c.half + c.column, row_bytes);
   }
 
   Tiles tiles_;

@@ -69,10 +69,7 @@ Choice choose(const MaskedProblem &p, const Machine &machine) {
   const bool same = p.k.dtype == p.q.dtype && p.v.dtype == p.q.dtype;
   const bool amx = machine.isa == FA_CPU_ISA_AMX, neon_bf16 = machine.isa == FA_CPU_ISA_NEON_BF16;
   if (same && multiplies_bf16(machine.isa) && (p.q.dtype == Dtype::bf16 || (p.q.dtype == Dtype::f16 && amx))) {
-    const VectorUnit unit = neon_bf16                         ? VectorUnit::kNeon
-                            : amx && p.q.dtype == Dtype::bf16 ? VectorUnit::kTiles
-                                                              : VectorUnit::kNone;
-    return {machine.isa, ForwardProducts::kTiles, unit};
+    return {machine.isa, ForwardProducts::kTiles, neon_bf16 ? VectorUnit::kNeon : VectorUnit::kNone};
   }
   // Very few queries alone gain by the following, and FA_FLAG_SAME_BITS treats them as more. Vectors of 256 bits widen as they load, for fewer
   // instructions.

@@ -51,7 +51,11 @@ template <class Products>
 class ForwardWork final : public HeadWork {
  public:
   explicit ForwardWork(const ForwardJob &job)
-      : p_(*job.problem), layout_(job.layout), workspace_(job.workspace), products_(p_, layout_), tiles_(p_, layout_) {}
+      : p_(*job.problem),
+        layout_(job.layout),
+        workspace_(job.workspace),
+        products_(p_, layout_),
+        vector_products_(p_, layout_) {}
 
   int64_t items(int64_t index) const override {
     const Head head = make_head(p_, index);
@@ -190,7 +194,7 @@ class ForwardWork final : public HeadWork {
     const int64_t size = split_keys(head.mode), begin = (all.begin + item) * size;
     const Range keys{max64(begin, head.visible.begin), min64(begin + size, head.visible.end)};
     if (head.mode == ForwardMode::kVector)
-      return attend_vector(p_, layout_, masks(scratch), scratch, head, {head.head_k, heads, rows, keys}, tiles_, put);
+      return attend_vector(p_, layout_, masks(scratch), scratch, head, {head.head_k, heads, rows, keys}, vector_products_, put);
 
 #if defined(FA_SAME_BITS_UNPACKED)
     if (is_unpacked(head)) {
@@ -227,7 +231,7 @@ class ForwardWork final : public HeadWork {
   const ForwardLayout &layout_;
   char *const workspace_;
   Products products_;
-  VectorTiles tiles_;
+  VectorProducts vector_products_;
 };
 
 void forward_worker(const ForwardJob &job, int32_t worker) {

@@ -62,27 +62,14 @@ int64_t time_of_blocks(const MaskedProblem &p, int64_t rows, int32_t threads) {
   return heads / threads * head + bound;
 }
 
-VectorTilesLayout vector_tiles_layout(const MaskedProblem &p, VectorUnit unit) {
-  if (unit == VectorUnit::kNeon) {
-    const int64_t dim = round_up(p.head_dim, 8), dim_v = round_up(p.head_dim_v, 8);
-    // Rows of heads with one row each become two; others have an even number, or one row more.
-    const int64_t rows = std::max(2 * vector_heads(p, 1), kVectorScratchRows + kVectorScratchRows / 3);
-    VectorTilesLayout l;
-    l.queries = area(rows * dim / 2);
-    l.values = area(kVectorNeonKeys * std::max(dim, dim_v) / 2);
-    l.p = area(kVectorRows * kVectorNeonKeys / 2);
-    return l;
-  }
-  constexpr int64_t kTileFloats = 256;
-  const int64_t heads = vector_heads(p, kTileVectorRows), dim = round_up(p.head_dim, kTilePad),
-                dim_v = round_up(p.head_dim_v, kTilePad);
-  VectorTilesLayout l;
-  l.queries = area(heads * dim / kTilePad * 2 * kTileFloats);
-  l.keys = area(kTileStripRows * dim / 2);
-  l.products = area(2 * kTileFloats);
-  l.values = area(kVectorTileKeys * dim_v / 2);
-  l.p = area(kVectorTileKeys / kTilePad * kTileFloats);
-  l.outputs = area(heads * dim_v / 16 * kTileFloats);
+VectorNeonLayout vector_neon_layout(const MaskedProblem &p) {
+  const int64_t dim = round_up(p.head_dim, 8), dim_v = round_up(p.head_dim_v, 8);
+  // Rows of heads with one row each become two; others have an even number, or one row more.
+  const int64_t rows = std::max(2 * vector_heads(p, 1), kVectorScratchRows + kVectorScratchRows / 3);
+  VectorNeonLayout l;
+  l.queries = area(rows * dim / 2);
+  l.values = area(kVectorNeonKeys * std::max(dim, dim_v) / 2);
+  l.p = area(kVectorRows * kVectorNeonKeys / 2);
   return l;
 }
 
@@ -184,13 +171,12 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, i
     l.worker_keys = area_bytes(l.key_block_bytes);
     l.worker_values = area_bytes(l.value_block_bytes);
   }
-  if (vector && unit != VectorUnit::kNone) l.vector_tiles = vector_tiles_layout(p, unit);
+  if (vector && unit == VectorUnit::kNeon) l.vector_neon = vector_neon_layout(p);
   if (masks_pairs(p, p.score)) l.worker_bits = area_bytes(static_cast<size_t>(rows * kBlockKeys / 8));
   if (p.slices.given) l.worker_slices = area_bytes(static_cast<size_t>(p.slices.count) * sizeof(int32_t));
   l.total_at = l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_p;
-  l.vector_tiles_at = l.total_at + l.worker_total;
-  l.worker_bytes =
-      l.vector_tiles_at + l.vector_tiles.bytes() + l.worker_keys + l.worker_values + l.worker_bits + l.worker_slices;
+  l.vector_neon_at = l.total_at + l.worker_total;
+  l.worker_bytes = l.vector_neon_at + l.vector_neon.bytes() + l.worker_keys + l.worker_values + l.worker_bits + l.worker_slices;
 
   const int64_t heads = p.batch * p.heads_k;
   l.slots = static_cast<int32_t>(std::max<int64_t>(std::min<int64_t>(tasks, heads), 1));

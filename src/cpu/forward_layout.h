@@ -37,11 +37,6 @@ constexpr int64_t kVectorSplitKeys = 256;
 // and badly across pages. Bytes of a key it goes for, and rows (of all these heads) whose scores it keeps.
 constexpr int64_t kVectorRunBytes = 8192;
 constexpr int64_t kVectorScratchRows = 64;
-// Rows of a key head from which on a vector kernel multiplies bf16 on the tile unit, where there is one: vectors work for every row, tiles
-// for 16 whatever their number. And keys whose values it packs at a time: enough that reading and writing tiles of the output costs little,
-// few enough for L1.
-constexpr int64_t kTileVectorRows = 5;
-constexpr int64_t kVectorTileKeys = 64;
 // Keys of a block of cpu/forward_vector_neon.h.
 constexpr int64_t kVectorNeonKeys = 32;
 
@@ -56,8 +51,7 @@ enum class ForwardMode {
 // What computes the products of kVector, of the problems that it takes: multiply-adds of fp32 compute the others.
 enum class VectorUnit {
   kNone,
-  kTiles,  // cpu/forward_vector_tiles.h
-  kNeon    // cpu/forward_vector_neon.h
+  kNeon  // cpu/forward_vector_neon.h
 };
 
 // What computes the products of kTiled and kTiledSplit.
@@ -66,16 +60,13 @@ enum class ForwardProducts {
   kTiles  // on tiles of bf16: AMX, vdpbf16ps or bfmmla
 };
 
-// Bytes of what cpu/forward_vector_tiles.h keeps, in its order. cpu/forward_vector_neon.h has queries, values and P.
-struct VectorTilesLayout {
+// Bytes of what cpu/forward_vector_neon.h keeps, in its order.
+struct VectorNeonLayout {
   size_t queries = 0;
-  size_t keys = 0;
-  size_t products = 0;
   size_t values = 0;
   size_t p = 0;
-  size_t outputs = 0;
 
-  size_t bytes() const { return queries + keys + products + values + p + outputs; }
+  size_t bytes() const { return queries + values + p; }
 };
 
 struct ForwardLayout {
@@ -102,14 +93,14 @@ struct ForwardLayout {
   size_t worker_rows = 0;     // per-row state
   size_t worker_dropout = 0;  // dropout scales of a strip
   size_t worker_p = 0;        // kTiles: P in bf16 of a pass, and a row of the output
-  VectorTilesLayout vector_tiles;
+  VectorNeonLayout vector_neon;
   size_t worker_keys = 0;  // kTiledSplit: one packed key block
   size_t worker_values = 0;
   size_t worker_bits = 0;    // masks as data: a bit per row and key of a block
   size_t worker_slices = 0;  // slices that touch the rows of a block
   size_t worker_bytes = 0;
   size_t total_at = 0;  // from the start of the area
-  size_t vector_tiles_at = 0;
+  size_t vector_neon_at = 0;
 
   // From the start of the workspace.
   size_t slots_at = 0;

@@ -4,9 +4,7 @@
 #pragma once
 
 #include "cpu/forward_split.h"
-#if defined(FA_TARGET_AMX)
-#include "cpu/forward_vector_tiles.h"
-#elif defined(FA_TARGET_AVX512_BF16)
+#if defined(FA_TARGET_AVX512_BF16)
 #include "cpu/forward_vector_pairs.h"
 #elif defined(FA_VECTOR_NEON)
 #include "cpu/forward_vector_neon.h"
@@ -14,11 +12,12 @@
 
 namespace fa::cpu::FA_ISA {
 
-#if !defined(FA_TARGET_AMX) && !defined(FA_TARGET_AVX512_BF16) && !defined(FA_VECTOR_NEON)
-// Where nothing multiplies numbers of 16 bits, vectors of fp32 do all products.
-class VectorTiles {
+#if !defined(FA_TARGET_AVX512_BF16) && !defined(FA_VECTOR_NEON)
+// Where no vectors of 16 bits are multiplied, those of fp32 do all products. On AMX, too: a tile has 16 rows whatever their number, and its operands would have to be
+// packed.
+class VectorProducts {
  public:
-  VectorTiles(const ForwardProblem &, const ForwardLayout &) {}
+  VectorProducts(const ForwardProblem &, const ForwardLayout &) {}
   bool begin(char *, const VectorSplit &, const VectorArea &) const { return false; }
   void scores(const Head &, const VectorSplit &, const VisitedKeys &, const VectorArea &, bool *) const {}
   void outputs(const Head &, const VectorSplit &, const VisitedKeys &, const VectorArea &, const bool *, bool *) const {}
@@ -123,10 +122,10 @@ inline void vector_outputs(const ForwardProblem &p, const Head &head, const Vect
   ahead.finish();
 }
 
-// All rows of the split's heads against its keys; put(row, result) takes their results. `tiles` does the products of what it takes.
+// All rows of the split's heads against its keys; put(row, result) takes their results. `products` does those of what it takes.
 template <class Put>
 inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, const MaskMemory &memory, char *scratch,
-                          const Head &head, const VectorSplit &split, VectorTiles &tiles, Put put) {
+                          const Head &head, const VectorSplit &split, VectorProducts &products, Put put) {
   const QueryBlock block{0, p.group, 0, head.queries.len};
   const bool by_data = masks_pairs(p, memory.user);
   const VisitedKeys visited = by_data ? split_bits(p, memory, head, block, split) : VisitedKeys(split.keys.size());
@@ -149,10 +148,10 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
   }
 
   widen_queries(p, head, block, split, area);
-  const bool on_tiles = tiles.begin(scratch, split, area);
+  const bool takes = products.begin(scratch, split, area);
   for_key_dtype(p.k.dtype, [&]<class Element>() {
     bool done[kVectorScratchRows] = {};
-    if (on_tiles) tiles.scores(head, split, visited, area, done);
+    if (takes) products.scores(head, split, visited, area, done);
     for_runs_of<false>(done, split.count, [&](Range heads) {
       vector_scores<WidenedProduct<typename InUnits<Element>::Type>>(p, head, split, visited, area, heads, area.q, area.ldq);
       if constexpr (InUnits<Element>::kUnit != 1.0f) {
@@ -195,7 +194,7 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
       scale_by_factors<true>(factors_of(p, p.v_descale, head.b, split.first, head.keys.start), p.v_descale.factors.head_stride,
                              split, visited, area);
     }
-    if (on_tiles) tiles.outputs(head, split, visited, area, masked, done);
+    if (takes) products.outputs(head, split, visited, area, masked, done);
     for_runs_of<false>(done, split.count, [&](Range heads) {
       vector_outputs<typename InUnits<Element>::Type>(p, head, split, visited, area, masked, heads);
       if constexpr (InUnits<Element>::kUnit != 1.0f) {

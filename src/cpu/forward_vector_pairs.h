@@ -14,9 +14,9 @@
 
 namespace fa::cpu::FA_ISA {
 
-class VectorTiles {
+class VectorProducts {
  public:
-  VectorTiles(const ForwardProblem &problem, const ForwardLayout &) : p_(problem) {}
+  VectorProducts(const ForwardProblem &problem, const ForwardLayout &) : p_(problem) {}
 
   // Takes a split whose queries lie in the area. Those of heads that it computes are rounded in place.
   bool begin(char *, const VectorSplit &split, const VectorArea &area) {
