@@ -26,7 +26,7 @@ class KeptSigns {
  public:
   KeptSigns() = default;
   FA_HD explicit KeptSigns(uint32_t threshold)
-      : addend_((0x8000u - threshold & 0xFFFFu) * 0x10001u), small_(threshold <= 0x8000u ? ~0u : 0u) {}
+      : addend_(((0x8000u - threshold) & 0xFFFFu) * 0x10001u), small_(threshold <= 0x8000u ? ~0u : 0u) {}
 
   // The sign of each half says whether x >= threshold; the other bits say nothing. Let y be x + 0x8000 - threshold, modulo 2^16: where x and the threshold are
   // on one side of 0x8000 the sign of y says it, and elsewhere that of x.
