@@ -69,7 +69,9 @@ Choice choose(const MaskedProblem &p, const Machine &machine) {
   const bool same = p.k.dtype == p.q.dtype && p.v.dtype == p.q.dtype;
   const bool amx = machine.isa == FA_CPU_ISA_AMX, neon_bf16 = machine.isa == FA_CPU_ISA_NEON_BF16;
   if (same && multiplies_bf16(machine.isa) && (p.q.dtype == Dtype::bf16 || (p.q.dtype == Dtype::f16 && amx))) {
-    return {machine.isa, ForwardProducts::kTiles, neon_bf16 ? VectorUnit::kNeon : VectorUnit::kNone};
+    const bool vectors_by_tiles = amx && p.q.dtype == Dtype::bf16;
+    return {machine.isa, ForwardProducts::kTiles,
+            neon_bf16 ? VectorUnit::kNeon : (vectors_by_tiles ? VectorUnit::kTiles : VectorUnit::kNone)};
   }
   // Very few queries alone gain by the following, and FA_FLAG_SAME_BITS treats them as more. Vectors of 256 bits widen as they load, for fewer
   // instructions.
@@ -77,26 +79,28 @@ Choice choose(const MaskedProblem &p, const Machine &machine) {
     const bool bytes = p.k.dtype == p.v.dtype && (p.k.dtype == Dtype::i8 || p.k.dtype == Dtype::e4m3);
     if (neon_bf16 && p.q.dtype == Dtype::bf16 && bytes && vector_isa(machine.isa) == FA_CPU_ISA_NEON)
       return {machine.isa, ForwardProducts::kFma, VectorUnit::kNeon};
+    if (amx && bytes && p.k.dtype == Dtype::i8) return {machine.isa, ForwardProducts::kFma, VectorUnit::kTiles};
     if (same && p.q.dtype == Dtype::f16 && multiplies_f16(machine.isa))
       return {FA_CPU_ISA_NEON_FHM, ForwardProducts::kFma, VectorUnit::kNeon};
   }
   return {vector_isa(machine.isa), ForwardProducts::kFma, VectorUnit::kNone};
 }
 
-// AMX always has the largest blocks: what smaller ones cost there, where products take less time than reading packed keys, is not known.
+// Tiles of AMX always have the largest blocks: what smaller ones cost there, where products take less time than reading packed keys, is not known.
 int64_t block_rows_of(const ScoredForward &p, const Choice &choice, const Machine &machine) {
-  return block_rows(p, choice.products, choice.isa == FA_CPU_ISA_AMX ? 1 : machine.threads);
+  const bool amx_tiles = choice.isa == FA_CPU_ISA_AMX && choice.products == ForwardProducts::kTiles;
+  return block_rows(p, choice.products, amx_tiles ? 1 : machine.threads);
 }
 
 ForwardLayout layout_of(const ScoredForward &p, const Choice &choice, const Machine &machine, int32_t tasks) {
   return forward_layout(p, choice.products, block_rows_of(p, choice, machine), choice.unit, tasks);
 }
 
-// The tiled kernels beside an instruction set that multiplies for ForwardMode::kVector alone are those of NEON.
+// The tiled kernels beside an instruction set that multiplies for ForwardMode::kVector alone are those of its vectors.
 const char *name_of(const Choice &choice, ForwardMode mode) {
-  const bool of_neon =
-      choice.unit == VectorUnit::kNeon && choice.products == ForwardProducts::kFma && mode != ForwardMode::kVector;
-  return kernels_of(of_neon ? FA_CPU_ISA_NEON : choice.isa).names[static_cast<int>(mode)];
+  const bool of_vectors =
+      choice.unit != VectorUnit::kNone && choice.products == ForwardProducts::kFma && mode != ForwardMode::kVector;
+  return kernels_of(of_vectors ? vector_isa(choice.isa) : choice.isa).names[static_cast<int>(mode)];
 }
 
 const char *reason_of(ForwardMode mode) {

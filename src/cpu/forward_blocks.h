@@ -53,19 +53,21 @@ struct HeadRows {
 //   a few lines for every block of sums, since a processor that waits to issue a line does not multiply
 class Ahead {
  public:
-  // Every head of a piece calls step() about `steps` times: more lines at a time, and lines left over, slow it down.
-  Ahead(const HeadRows &now, const HeadRows &then, int64_t steps)
+  // Every head of a piece calls step() about `steps` times: more lines at a time, and lines left over, slow it down. `together` keys are computed
+  // one head after another, so that all of them have to be there.
+  Ahead(const HeadRows &now, const HeadRows &then, int64_t steps, int64_t together = kPieceKeys)
       : now_(now),
         then_(then),
-        distance_(max64(round_up(kPrefetchBytes / max64(now.heads * now.row_bytes, 1), kPieceKeys), kPieceKeys)),
+        distance_(max64(round_up(kPrefetchBytes / max64(now.heads * now.row_bytes, 1), kPieceKeys), together)),
         lines_(static_cast<int>((kPieceKeys * (round_up(now.row_bytes, kLine) / kLine) - 1) / max64(steps, 1) + 1)) {}
 
   // Begins what the calls of step() during a piece share.
-  void begin(const KeyPiece &piece) {
+  void begin(const KeyPiece &piece) { begin(piece.first, piece.count); }
+  void begin(int64_t key, int64_t count) {
     finish();
-    const int64_t first = piece.first + distance_;
+    const int64_t first = key + distance_;
     key_ = max64(key_, first);
-    last_ = first + piece.count;
+    last_ = first + count;
     next_key();
   }
   FA_INLINE void step() {

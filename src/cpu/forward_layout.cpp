@@ -73,6 +73,23 @@ VectorNeonLayout vector_neon_layout(const MaskedProblem &p) {
   return l;
 }
 
+VectorTilesLayout vector_tiles_layout(const MaskedProblem &p) {
+  constexpr int64_t kTileBytes = 1024, kStepBytes = 64, kTileRows = 16;
+  const bool bytes = dtype_bytes(p.k.dtype) == 1;
+  const int64_t steps = ceil_div(p.head_dim * dtype_bytes(p.k.dtype), kStepBytes), tiles = bytes ? 2 : 1;
+  // Sets of heads: with heads of five rows one has a set of digits for itself, with heads of seven two share a set of bf16.
+  const int64_t sets = bytes ? kVectorScratchRows / 5 : kVectorScratchRows / 7 / 2 + 1;
+  const auto whole = [](int64_t size) { return area_bytes(static_cast<size_t>(size)); };
+  VectorTilesLayout l;
+  l.queries = whole(sets * steps * tiles * kTileBytes);
+  l.sums = whole(8 * kTileBytes);
+  l.keys = whole(2 * kTileRows * steps * kStepBytes);
+  l.values = whole(kVectorTileKeys * 64 * dtype_bytes(p.k.dtype));
+  l.tails = whole(kVectorTileKeys * 64 * dtype_bytes(p.k.dtype));
+  l.p = whole(tiles * kTileRows * kVectorTileKeys * dtype_bytes(p.k.dtype));
+  return l;
+}
+
 }  // namespace
 
 ForwardMode forward_mode(const Problem &p, int64_t rows) {
@@ -172,11 +189,13 @@ ForwardLayout forward_layout(const ScoredForward &p, ForwardProducts products, i
     l.worker_values = area_bytes(l.value_block_bytes);
   }
   if (vector && unit == VectorUnit::kNeon) l.vector_neon = vector_neon_layout(p);
+  if (vector && unit == VectorUnit::kTiles) l.vector_tiles = vector_tiles_layout(p);
   if (masks_pairs(p, p.score)) l.worker_bits = area_bytes(static_cast<size_t>(rows * kBlockKeys / 8));
   if (p.slices.given) l.worker_slices = area_bytes(static_cast<size_t>(p.slices.count) * sizeof(int32_t));
   l.total_at = l.worker_queries + l.worker_scores + l.worker_output + l.worker_rows + l.worker_dropout + l.worker_p;
-  l.vector_neon_at = l.total_at + l.worker_total;
-  l.worker_bytes = l.vector_neon_at + l.vector_neon.bytes() + l.worker_keys + l.worker_values + l.worker_bits + l.worker_slices;
+  l.vector_at = l.total_at + l.worker_total;
+  l.worker_bytes = l.vector_at + l.vector_neon.bytes() + l.vector_tiles.bytes() + l.worker_keys + l.worker_values +
+                   l.worker_bits + l.worker_slices;
 
   const int64_t heads = p.batch * p.heads_k;
   l.slots = static_cast<int32_t>(std::max<int64_t>(std::min<int64_t>(tasks, heads), 1));

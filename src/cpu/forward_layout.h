@@ -39,6 +39,8 @@ constexpr int64_t kVectorRunBytes = 8192;
 constexpr int64_t kVectorScratchRows = 64;
 // Keys of a block of cpu/forward_vector_neon.h.
 constexpr int64_t kVectorNeonKeys = 32;
+// Values of a head that cpu/forward_vector_tiles.h multiplies in one go.
+constexpr int64_t kVectorTileKeys = 64;
 
 // How one key head of one sequence is computed. Depends on that sequence alone, never on its batch or on the number of threads. Under
 // FA_FLAG_SAME_BITS the first two give the same bits, and there is no third.
@@ -51,7 +53,8 @@ enum class ForwardMode {
 // What computes the products of kVector, of the problems that it takes: multiply-adds of fp32 compute the others.
 enum class VectorUnit {
   kNone,
-  kNeon  // cpu/forward_vector_neon.h
+  kNeon,  // cpu/forward_vector_neon.h
+  kTiles  // cpu/forward_vector_tiles.h
 };
 
 // What computes the products of kTiled and kTiledSplit.
@@ -67,6 +70,18 @@ struct VectorNeonLayout {
   size_t p = 0;
 
   size_t bytes() const { return queries + values + p; }
+};
+
+// The same of cpu/forward_vector_tiles.h.
+struct VectorTilesLayout {
+  size_t queries = 0;
+  size_t sums = 0;
+  size_t keys = 0;
+  size_t values = 0;
+  size_t tails = 0;
+  size_t p = 0;
+
+  size_t bytes() const { return queries + sums + keys + values + tails + p; }
 };
 
 struct ForwardLayout {
@@ -94,13 +109,14 @@ struct ForwardLayout {
   size_t worker_dropout = 0;  // dropout scales of a strip
   size_t worker_p = 0;        // kTiles: P in bf16 of a pass, and a row of the output
   VectorNeonLayout vector_neon;
+  VectorTilesLayout vector_tiles;
   size_t worker_keys = 0;  // kTiledSplit: one packed key block
   size_t worker_values = 0;
   size_t worker_bits = 0;    // masks as data: a bit per row and key of a block
   size_t worker_slices = 0;  // slices that touch the rows of a block
   size_t worker_bytes = 0;
-  size_t total_at = 0;  // from the start of the area
-  size_t vector_neon_at = 0;
+  size_t total_at = 0;   // from the start of the area
+  size_t vector_at = 0;  // of vector_neon or vector_tiles
 
   // From the start of the workspace.
   size_t slots_at = 0;

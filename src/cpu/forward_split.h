@@ -94,7 +94,7 @@ inline void widen_queries(const ForwardProblem &p, const Head &head, const Query
   for (int64_t row = 0; row < split.count * split.rows; ++row) {
     const int64_t r = row % split.rows, h = (split.first + row / split.rows) * p.group + block.head(r);
     const char *from_row = rows_of(p.q, head.b, h, head.queries.start).row(block.query(r));
-    for_key_dtype(p.q.dtype, [&]<class Element>() {
+    for_query_dtype(p.q.dtype, [&]<class Element>() {
       const auto *from = reinterpret_cast<const typename Element::Type *>(from_row);
       float factor = 1.0f;
       if constexpr (Element::kQuantised) factor = factors_of(p, p.q_descale, head.b, h / p.group, 0).at(0);

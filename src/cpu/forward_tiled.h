@@ -59,7 +59,7 @@ inline BlockState begin_block(const ForwardProblem &p, const ForwardLayout &layo
     float *to = st.q + strip * kMr * p.head_dim;
     float factors[kMr];
     if (is_quantised(p.q.dtype)) std::fill_n(factors, kMr, factors_of(p, p.q_descale, head.b, head.head_k, 0).at(0));
-    for_key_dtype(p.q.dtype, [&]<class Element>() {
+    for_query_dtype(p.q.dtype, [&]<class Element>() {
       for (int v = 0; v < kMr; v += kWidth) {
         const int lanes = kMr - v < kWidth ? kMr - v : kWidth;
         const int some = static_cast<int>(max64(min64(n - v, lanes), 0));

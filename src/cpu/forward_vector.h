@@ -4,7 +4,9 @@
 #pragma once
 
 #include "cpu/forward_split.h"
-#if defined(FA_TARGET_AVX512_BF16)
+#if defined(FA_TARGET_AMX)
+#include "cpu/forward_vector_tiles.h"
+#elif defined(FA_TARGET_AVX512_BF16)
 #include "cpu/forward_vector_pairs.h"
 #elif defined(FA_VECTOR_NEON)
 #include "cpu/forward_vector_neon.h"
@@ -12,13 +14,12 @@
 
 namespace fa::cpu::FA_ISA {
 
-#if !defined(FA_TARGET_AVX512_BF16) && !defined(FA_VECTOR_NEON)
-// Where no vectors of 16 bits are multiplied, those of fp32 do all products. On AMX, too: a tile has 16 rows whatever their number, and its operands would have to be
-// packed.
+#if !defined(FA_BF16_UNIT) && !defined(FA_VECTOR_NEON)
+// Where no vectors of 16 bits are multiplied, those of fp32 do all products.
 class VectorProducts {
  public:
   VectorProducts(const ForwardProblem &, const ForwardLayout &) {}
-  bool begin(char *, const VectorSplit &, const VectorArea &) const { return false; }
+  bool begin(char *, const Head &, const VectorSplit &, const VectorArea &) const { return false; }
   void scores(const Head &, const VectorSplit &, const VisitedKeys &, const VectorArea &, bool *) const {}
   void outputs(const Head &, const VectorSplit &, const VisitedKeys &, const VectorArea &, const bool *, bool *) const {}
 };
@@ -73,11 +74,22 @@ inline VisitedKeys split_bits(const ForwardProblem &p, const MaskMemory &memory,
   return VisitedKeys(memory.bits, split.count * split.rows, split.keys.size());
 }
 
-// Multiplies S, or P, by the descales of quantised keys, or values. With kKeepMasked a masked P stays masked.
+// n numbers, in whole vectors, times `factor`.
+inline void multiply(float *x, int64_t n, float factor) {
+  for (int64_t i = 0; i < n; i += kWidth) Simd::store(x + i, Simd::mul(Simd::load(x + i), Simd::set(factor)));
+}
+
+// Multiplies `columns` columns of the rows of a split, S or O, by the descale of each head's keys or values.
+inline void scale_by_head(const Factors &factors, int64_t head_stride, const VectorSplit &split, float *x, int64_t columns,
+                          int64_t ld) {
+  for (int64_t row = 0; row < split.count * split.rows; ++row)
+    multiply(x + row * ld, columns, factors.at(0, row / split.rows * head_stride * int64_t{sizeof(float)}));
+}
+
+// Multiplies S, or P, by the descales of the rows of quantised keys, or values. With kKeepMasked a masked P stays masked.
 template <bool kKeepMasked>
-inline void scale_by_factors(const Factors &factors, int64_t head_stride, const VectorSplit &split, const VisitedKeys &visited,
-                             const VectorArea &area) {
-  if (!factors.given) return;
+inline void scale_by_row(const Factors &factors, int64_t head_stride, const VectorSplit &split, const VisitedKeys &visited,
+                         const VectorArea &area) {
   float of_keys[kVectorSplitKeys];
   for (int64_t h = 0; h < split.count; ++h) {
     for (int run = 0; run < visited.count; ++run) {
@@ -97,11 +109,6 @@ inline void scale_by_factors(const Factors &factors, int64_t head_stride, const 
       }
     }
   }
-}
-
-// n numbers, in whole vectors, times `factor`.
-inline void multiply(float *x, int64_t n, float factor) {
-  for (int64_t i = 0; i < n; i += kWidth) Simd::store(x + i, Simd::mul(Simd::load(x + i), Simd::set(factor)));
 }
 
 // O = P V of heads [heads.begin, heads.end) of the split; masked[row] says whether a P of that row is marked as masked.
@@ -148,7 +155,7 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
   }
 
   widen_queries(p, head, block, split, area);
-  const bool takes = products.begin(scratch, split, area);
+  const bool takes = products.begin(scratch, head, split, area);
   for_key_dtype(p.k.dtype, [&]<class Element>() {
     bool done[kVectorScratchRows] = {};
     if (takes) products.scores(head, split, visited, area, done);
@@ -160,8 +167,10 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
       }
     });
     if constexpr (Element::kQuantised) {
-      scale_by_factors<false>(factors_of(p, p.k_descale, head.b, split.first, head.keys.start), p.k_descale.factors.head_stride,
-                              split, visited, area);
+      const Factors factors = factors_of(p, p.k_descale, head.b, split.first, head.keys.start);
+      const int64_t stride = p.k_descale.factors.head_stride;
+      if (factors.given && p.k_descale.per_row) scale_by_row<false>(factors, stride, split, visited, area);
+      if (factors.given && !p.k_descale.per_row) scale_by_head(factors, stride, split, area.s, keys.size(), lds);
     }
   });
 
@@ -190,10 +199,9 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
 
   for_key_dtype(p.v.dtype, [&]<class Element>() {
     bool done[kVectorScratchRows] = {};
-    if constexpr (Element::kQuantised) {
-      scale_by_factors<true>(factors_of(p, p.v_descale, head.b, split.first, head.keys.start), p.v_descale.factors.head_stride,
-                             split, visited, area);
-    }
+    const Factors factors = Element::kQuantised ? factors_of(p, p.v_descale, head.b, split.first, head.keys.start) : Factors{};
+    const int64_t stride = p.v_descale.factors.head_stride;
+    if (factors.given && p.v_descale.per_row) scale_by_row<true>(factors, stride, split, visited, area);
     if (takes) products.outputs(head, split, visited, area, masked, done);
     for_runs_of<false>(done, split.count, [&](Range heads) {
       vector_outputs<typename InUnits<Element>::Type>(p, head, split, visited, area, masked, heads);
@@ -201,6 +209,7 @@ inline void attend_vector(const ForwardProblem &p, const ForwardLayout &layout, 
         multiply(area.o + heads.begin * split.rows * area.ldo, heads.size() * split.rows * area.ldo, InUnits<Element>::kUnit);
       }
     });
+    if (factors.given && !p.v_descale.per_row) scale_by_head(factors, stride, split, area.o, area.ldo, area.ldo);
   });
   for (int64_t row = 0; row < rows; ++row) put(row, results[row]);
 }

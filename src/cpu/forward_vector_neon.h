@@ -21,10 +21,10 @@ class VectorProducts {
       : p_(problem), layout_(layout), columns_(round_up(problem.head_dim, kGroup)) {}
 
   // Takes a split whose queries lie in the area, or returns false.
-  bool begin(char *scratch, const VectorSplit &split, const VectorArea &area) {
+  bool begin(char *scratch, const Head &, const VectorSplit &split, const VectorArea &area) {
     if (p_.q.dtype != kQueries || (dtype_bytes(p_.k.dtype) == 1 && split.rows < kByteRows)) return false;
     const VectorNeonLayout &l = layout_.vector_neon;
-    char *at = scratch + layout_.vector_neon_at;
+    char *at = scratch + layout_.vector_at;
     const auto take = [&](size_t bytes) {
       auto *first = reinterpret_cast<uint16_t *>(at);
       at += bytes;

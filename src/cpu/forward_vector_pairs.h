@@ -19,7 +19,7 @@ class VectorProducts {
   VectorProducts(const ForwardProblem &problem, const ForwardLayout &) : p_(problem) {}
 
   // Takes a split whose queries lie in the area. Those of heads that it computes are rounded in place.
-  bool begin(char *, const VectorSplit &split, const VectorArea &area) {
+  bool begin(char *, const Head &, const VectorSplit &split, const VectorArea &area) {
     for (int64_t h = 0; h < split.count; ++h) {
       QueryNumbers numbers;
       float *first = area.q + h * split.rows * area.ldq;

@@ -79,8 +79,8 @@ bool tiles_permitted() {
 bool has_amx() {
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!has_avx512_bf16() || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-  constexpr unsigned kAmxBf16 = 1u << 22, kAmxTile = 1u << 24;
-  if ((edx & kAmxBf16) == 0 || (edx & kAmxTile) == 0) return false;
+  constexpr unsigned kWanted = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+  if ((edx & kWanted) != kWanted) return false;
   unsigned enabled = 0, high = 0;
   asm volatile("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
   constexpr unsigned kTileState = 3u << 17;  // configuration and data

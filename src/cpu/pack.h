@@ -24,10 +24,11 @@ FA_INLINE void for_dtype(Dtype dtype, Body body) {
       return;
   }
 }
-// ... for a dtype of queries, keys and values of forward.
+// ... for a dtype of keys and values of forward.
 template <class Body>
 FA_INLINE void for_key_dtype(Dtype dtype, Body body) {
 #if defined(FA_TARGET_AMX)
+  if (dtype == Dtype::i8) return body.template operator()<ElementI8>();
   dtype == Dtype::f16 ? body.template operator()<ElementF16>()
                       : body.template operator()<ElementBf16>();  // nothing else gets here
 #elif defined(FA_TARGET_NEON_BF16)
@@ -37,13 +38,24 @@ FA_INLINE void for_key_dtype(Dtype dtype, Body body) {
 #elif defined(FA_TARGET_NEON_FHM)
   (void)dtype;
   body.template operator()<ElementF16>();  // this instruction set computes nothing else
-#elif defined(FA_BF16_UNIT)
+#elif defined(FA_TARGET_AVX512_BF16)
   (void)dtype;
   body.template operator()<ElementBf16>();  // this instruction set computes nothing else
 #else
   if (dtype == Dtype::e4m3) return body.template operator()<ElementE4m3>();
   if (dtype == Dtype::i8) return body.template operator()<ElementI8>();
   for_dtype(dtype, body);
+#endif
+}
+
+// ... for a dtype of queries of forward.
+template <class Body>
+FA_INLINE void for_query_dtype(Dtype dtype, Body body) {
+#if defined(FA_TARGET_AMX)
+  if (dtype == Dtype::e4m3) return body.template operator()<ElementE4m3>();
+  for_dtype(dtype, body);  // over keys of bytes
+#else
+  for_key_dtype(dtype, body);
 #endif
 }
 

@@ -127,6 +127,7 @@ struct Simd {
   static FA_INLINE M ieq(I a, I b) { return _mm512_cmpeq_epi32_mask(a, b); }
   static FA_INLINE I iselect(M m, I a, I b) { return _mm512_mask_blend_epi32(m, b, a); }
   static FA_INLINE F to_float(I a) { return _mm512_cvtepi32_ps(a); }  // signed
+  static FA_INLINE I to_int(F a) { return _mm512_cvttps_epi32(a); }   // towards zero
   static FA_INLINE I bits(F a) { return _mm512_castps_si512(a); }
   static FA_INLINE F from_bits(I a) { return _mm512_castsi512_ps(a); }
   // The two halves of the 64-bit products of the lanes of a (unsigned) and the constant b.
@@ -138,6 +139,37 @@ struct Simd {
     high = _mm512_mask_blend_epi32(0xAAAA, _mm512_srli_epi64(even, 32), odd);
   }
 
+  // Interleaves 2 kWidth numbers of 16 bits of two rows, or 4 kWidth bytes of four, within lanes of 128 bits: an element of the result has one number of each row.
+  // Results of such columns are in order after order_lanes.
+  static FA_INLINE void interleave_lanes(const char *const *rows, int64_t offset, I (&to)[2]) {
+    const I a = _mm512_loadu_si512(rows[0] + offset), b = _mm512_loadu_si512(rows[1] + offset);
+    to[0] = _mm512_unpacklo_epi16(a, b);
+    to[1] = _mm512_unpackhi_epi16(a, b);
+  }
+  static FA_INLINE void interleave_lanes(const char *const *rows, int64_t offset, I (&to)[4]) {
+    const I a = _mm512_loadu_si512(rows[0] + offset), b = _mm512_loadu_si512(rows[1] + offset);
+    const I c = _mm512_loadu_si512(rows[2] + offset), d = _mm512_loadu_si512(rows[3] + offset);
+    const I ab[2] = {_mm512_unpacklo_epi8(a, b), _mm512_unpackhi_epi8(a, b)};
+    const I cd[2] = {_mm512_unpacklo_epi8(c, d), _mm512_unpackhi_epi8(c, d)};
+    to[0] = _mm512_unpacklo_epi16(ab[0], cd[0]);
+    to[1] = _mm512_unpackhi_epi16(ab[0], cd[0]);
+    to[2] = _mm512_unpacklo_epi16(ab[1], cd[1]);
+    to[3] = _mm512_unpackhi_epi16(ab[1], cd[1]);
+  }
+  static FA_INLINE void order_lanes(F (&x)[2]) {
+    const I first = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), rest = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
+    const __m512d a = _mm512_castps_pd(x[0]), b = _mm512_castps_pd(x[1]);
+    x[0] = _mm512_castpd_ps(_mm512_permutex2var_pd(a, first, b));
+    x[1] = _mm512_castpd_ps(_mm512_permutex2var_pd(a, rest, b));
+  }
+  static FA_INLINE void order_lanes(F (&x)[4]) {
+    const F a = _mm512_shuffle_f32x4(x[0], x[1], 0x44), b = _mm512_shuffle_f32x4(x[2], x[3], 0x44);
+    const F c = _mm512_shuffle_f32x4(x[0], x[1], 0xEE), d = _mm512_shuffle_f32x4(x[2], x[3], 0xEE);
+    x[0] = _mm512_shuffle_f32x4(a, b, 0x88);
+    x[1] = _mm512_shuffle_f32x4(a, b, 0xDD);
+    x[2] = _mm512_shuffle_f32x4(c, d, 0x88);
+    x[3] = _mm512_shuffle_f32x4(c, d, 0xDD);
+  }
   // kWidth bytes, widened and narrowed (they fit).
   static FA_INLINE I iload_i8(const int8_t *p) {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p)));

@@ -120,6 +120,7 @@ struct Simd {
   static FA_INLINE M ieq(I a, I b) { return a == b; }
   static FA_INLINE I iselect(M m, I a, I b) { return ((I)m & a) | (~(I)m & b); }
   static FA_INLINE F to_float(I a) { return __builtin_convertvector((Signed)a, F); }  // signed
+  static FA_INLINE I to_int(F a) { return (I) __builtin_convertvector(a, Signed); }   // towards zero
   static FA_INLINE I bits(F a) { return (I)a; }
   static FA_INLINE F from_bits(I a) { return (F)a; }
   // The two halves of the 64-bit products of the lanes of a (unsigned) and the constant b.
@@ -135,6 +136,24 @@ struct Simd {
   static FA_INLINE void narrow16(uint16_t *p, I x) {
     for (int i = 0; i < kWidth; ++i) p[i] = static_cast<uint16_t>(x[i]);
   }
+  // Interleaves 2 kWidth numbers of 16 bits of two rows, or 4 kWidth bytes of four, within lanes of 128 bits: an element of the result has one number of each row.
+  // Results of such columns are in order after order_lanes.
+  static FA_INLINE void interleave_lanes(const char *const *rows, int64_t offset, I (&to)[2]) {
+    uint16_t x[2 * kWidth][2];
+    for (int r = 0; r < 2; ++r) {
+      for (int64_t i = 0; i < 2 * kWidth; ++i) __builtin_memcpy(&x[i][r], rows[r] + offset + 2 * i, 2);
+    }
+    __builtin_memcpy(to, x, sizeof x);
+  }
+  static FA_INLINE void interleave_lanes(const char *const *rows, int64_t offset, I (&to)[4]) {
+    char x[4 * kWidth][4];
+    for (int r = 0; r < 4; ++r) {
+      for (int64_t i = 0; i < 4 * kWidth; ++i) x[i][r] = rows[r][offset + i];
+    }
+    __builtin_memcpy(to, x, sizeof x);
+  }
+  template <int N>
+  static FA_INLINE void order_lanes(F (&)[N]) {}
   // kWidth bytes, widened and narrowed (they fit).
   static FA_INLINE I iload_i8(const int8_t *p) { return (I)Signed{p[0], p[1], p[2], p[3]}; }
   static FA_INLINE void istore_u8(uint8_t *p, I x) {

@@ -54,6 +54,11 @@ class AmxTiles {
   FA_INLINE void dot() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
   }
+  // The same of signed bytes, whose sums are int32: A has 64 columns, and B four of its rows next to each other.
+  template <int C, int A, int B>
+  FA_INLINE void dot_i8() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  }
 };
 #endif
 
@@ -79,12 +84,24 @@ class TileModel {
   void dot() {
     dot(tiles_[C], tiles_[A], tiles_[B]);
   }
+  template <int C, int A, int B>
+  void dot_i8() {
+    for (int m = 0; m < 16; ++m) {
+      for (int n = 0; n < 16; ++n) {
+        uint32_t sum = tiles_[C].rows[m][n];
+        for (int k = 0; k < 64; ++k)
+          sum += static_cast<uint32_t>(byte(tiles_[A].rows[m][k / 4], k) * byte(tiles_[B].rows[k / 4][n], k));
+        tiles_[C].rows[m][n] = sum;
+      }
+    }
+  }
 
  private:
   struct alignas(64) Tile {
     uint32_t rows[16][16];
   };
 
+  static int32_t byte(uint32_t four, int n) { return static_cast<int8_t>(four >> n % 4 * 8); }
   // Subnormal numbers count as zero, as operands and as results.
   static float flushed(float x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
   static float widened(uint32_t bits) { return flushed(__builtin_bit_cast(float, bits)); }

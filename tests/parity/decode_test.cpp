@@ -233,6 +233,47 @@ TEST_P(Decode, QuantisedHeadDimsAndQueries) {
   }
 }
 
+// The same numbers of rows over 8-bit KV, with queries of every dtype, magnitudes that differ between rows, pages, and descales of all kinds.
+TEST_P(Decode, QuantisedUpToEightRows) {
+  constexpr int64_t kDims[] = {64, 40, 128, 72}, kPages[] = {0, 16, 3};
+  constexpr fa_dtype kQueries[] = {FA_FLOAT32, FA_BFLOAT16, FA_FLOAT16};
+  for (int64_t rows = 1; rows <= 8; ++rows) {
+    for (const int64_t tokens : {1, 2}) {
+      if (rows % tokens != 0) continue;
+      for (int64_t n = 0; n < 3; ++n) {
+        Case c = base("decode: quantised rows");
+        c.dtype = kQueries[n];
+        c.key_dtype = (rows + tokens + n) % 4 == 0 ? FA_FLOAT8_E4M3 : FA_INT8;
+        c.descale = (rows + n) % 3;
+        c.factor_range = c.descale == 2 ? 8 : 0;
+        c.head_dim = kDims[(rows + n) % 4];
+        c.head_dim_v = kDims[(rows + tokens) % 4];
+        c.heads_q = c.heads_k * rows / tokens;
+        c.q.seqlen = tokens;
+        c.k.seqlen = 333;
+        c.page_size = kPages[(rows + tokens + n) % 3];
+        c.mask = FA_MASK_CAUSAL;
+        c.nan_keys = 1;
+        EXPECT_TRUE(check(backend(), c));
+        c.element_mask = 1;
+        c.nan_visible = 1;
+        EXPECT_TRUE(check(backend(), c));
+      }
+    }
+  }
+  for (const double magnitude : {0.0, 1e-30, 1e25}) {
+    Case c = base("decode: quantised magnitudes");
+    c.dtype = FA_FLOAT32;
+    c.key_dtype = FA_INT8;
+    c.descale = 1;
+    c.heads_q = c.heads_k * 8;
+    c.k.seqlen = 333;
+    c.magnitude = magnitude;
+    c.scale = magnitude > 1 ? 1 / magnitude : 0.125;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
 // The same over 8-bit KV with descales of all kinds: per head, and per row with small and with large differences.
 TEST_P(Decode, QuantisedTokenOfAFewHeads) {
   for (const int64_t head_dim : {64, 128, 208, 256, 320, 512}) {

@@ -114,6 +114,55 @@ TEST(TileModel, AgreesWithThisProcessorBitForBit) {
 }
 #endif
 
+// Signed bytes: sums of int32, one number at a time and on the unit of this processor.
+struct ByteOperands {
+  alignas(64) int8_t a[16][64], b[16][64];
+  alignas(64) int32_t c[16][16];
+
+  explicit ByteOperands(Bits &rng) {
+    for (auto *tile : {&a, &b}) {
+      for (auto &row : *tile) {
+        for (int8_t &x : row) x = static_cast<int8_t>(rng() % 8 == 0 ? -128 : static_cast<int>(rng() % 256) - 128);
+      }
+    }
+    for (auto &row : c) {
+      for (int32_t &x : row) x = static_cast<int32_t>(rng());
+    }
+  }
+};
+
+template <class Unit>
+void dot_i8(const ByteOperands &x, int32_t (&result)[16][16]) {
+  Unit unit;
+  unit.template load<0>(x.c);
+  unit.template load<3>(x.a);
+  unit.template load<5>(x.b);
+  unit.template dot_i8<0, 3, 5>();
+  unit.template store<0>(result);
+}
+
+TEST(TileModel, MultipliesBytes) {
+  Bits rng(20261129);
+  for (int repeat = 0; repeat < 50; ++repeat) {
+    const ByteOperands x(rng);
+    alignas(64) int32_t model[16][16];
+    dot_i8<TileModel>(x, model);
+    for (int m = 0; m < 16; ++m) {
+      for (int n = 0; n < 16; ++n) {
+        int64_t sum = x.c[m][n];
+        for (int k = 0; k < 64; ++k) sum += x.a[m][k] * x.b[k / 4][4 * n + k % 4];
+        ASSERT_EQ(model[m][n], static_cast<int32_t>(sum));
+      }
+    }
+#if defined(__x86_64__)
+    if (!has_isa(FA_CPU_ISA_AMX)) continue;
+    alignas(64) int32_t real[16][16];
+    dot_i8<AmxTiles>(x, real);
+    ASSERT_EQ(std::memcmp(model, real, sizeof real), 0);
+#endif
+  }
+}
+
 TEST(TileModel, LoadsAndStoresRowsThatLieApart) {
   std::vector<uint8_t> from(16 * 100), to(16 * 72, 7);
   Bits rng(1);
