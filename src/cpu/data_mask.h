@@ -122,19 +122,46 @@ FA_INLINE void and_bits(RowBits &words, const RowBits &other) {
   for (int64_t w = 0; w < kMaskWords; ++w) words[w] &= other[w];
 }
 
-// Sets those of the bits [begin, end) whose byte is not zero; that of bit `begin` is bytes[0].
-FA_INLINE void set_bits_of_bytes(RowBits &words, const uint8_t *bytes, int64_t begin, int64_t end) {
-  int64_t at = begin;
-  for (; at < end && at % 8 != 0; ++at) words[at / 64] |= uint64_t{bytes[at - begin] != 0} << (at % 64);
-  for (; at + 8 <= end; at += 8) {
+// Sets bits [at, at + 64) where those of `bits` are set, which has none past the last word.
+FA_INLINE void place_bits(RowBits &words, int64_t at, uint64_t bits) {
+  words[at / 64] |= bits << (at % 64);
+  if (at % 64 > 0 && at / 64 + 1 < kMaskWords) words[at / 64 + 1] |= bits >> (64 - at % 64);
+}
+
+// Bit n says whether byte n of 64 is not zero.
+FA_INLINE uint64_t bits_of_bytes(const uint8_t *bytes) {
+#if defined(__AVX512BW__)
+  const __m512i x = _mm512_loadu_si512(bytes);
+  return _mm512_test_epi8_mask(x, x);
+#elif defined(__AVX2__)
+  uint64_t zero = 0;
+  for (int n = 0; n < 64; n += 32) {
+    const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(bytes + n));
+    zero |= uint64_t{static_cast<uint32_t>(_mm256_movemask_epi8(_mm256_cmpeq_epi8(x, _mm256_setzero_si256())))} << n;
+  }
+  return ~zero;
+#else
+  uint64_t bits = 0;
+  for (int n = 0; n < 64; n += 8) {
     // The top bit of each byte that is not zero, then all of them in one byte.
     constexpr uint64_t kLow = 0x7F7F7F7F7F7F7F7Fu;
     uint64_t x;
-    __builtin_memcpy(&x, bytes + at - begin, sizeof x);
+    __builtin_memcpy(&x, bytes + n, sizeof x);
     const uint64_t top = (((x & kLow) + kLow) | x) & ~kLow;
-    words[at / 64] |= (((top >> 7) * 0x0102040810204080u) >> 56) << (at % 64);
+    bits |= (((top >> 7) * 0x0102040810204080u) >> 56) << n;
   }
-  for (; at < end; ++at) words[at / 64] |= uint64_t{bytes[at - begin] != 0} << (at % 64);
+  return bits;
+#endif
+}
+
+// Sets those of the bits [begin, end) whose byte is not zero; that of bit `begin` is bytes[0].
+FA_INLINE void set_bits_of_bytes(RowBits &words, const uint8_t *bytes, int64_t begin, int64_t end) {
+  int64_t at = begin;
+  for (; at + 64 <= end; at += 64) place_bits(words, at, bits_of_bytes(bytes + at - begin));
+  if (at == end) return;
+  uint8_t last[64] = {};
+  __builtin_memcpy(last, bytes + at - begin, static_cast<size_t>(end - at));
+  place_bits(words, at, bits_of_bytes(last));
 }
 
 // Bits of keys [keys.begin, keys.end) of one row of the element mask, bit 0 being key `origin`.
@@ -155,9 +182,7 @@ inline void element_row_bits(const DataMask &m, int64_t row, int64_t origin, Ran
       __builtin_memcpy(&word, bytes + 8 * n, sizeof word);
       if (shift > 0) word = word >> shift | next << (64 - shift);
       if (keys.size() - 64 * n < 64) word &= ~uint64_t{0} >> (64 - (keys.size() - 64 * n));
-      const int64_t at = to + 64 * n;
-      words[at / 64] |= word << (at % 64);
-      if (at % 64 > 0 && at / 64 + 1 < kMaskWords) words[at / 64 + 1] |= word >> (64 - at % 64);
+      place_bits(words, to + 64 * n, word);
     }
     return;
   }
@@ -280,14 +305,17 @@ FA_INLINE Masking both(Masking a, Masking b) { return a == b ? a : Masking::kSom
 // Writes -inf to x (rows x cols, ld) where the bit is not set; column 0 has bit `first`, a multiple of kWidth. Whole vectors are written.
 inline void mask_by_bits(const RowBits *bits, int64_t rows, int64_t first, int64_t cols, float *x, int64_t ld) {
   const F minus_infinity = Simd::set(-kInfinity);
-  constexpr uint32_t kLanes = kWidth == 32 ? ~0u : (1u << kWidth) - 1;
   for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t c = 0; c < cols; c += kWidth) {
-      const int64_t at = first + c;
-      const auto shown = static_cast<uint32_t>(bits[r][at / 64] >> (at % 64)) & kLanes;
-      if (shown == kLanes) continue;
+    for (int64_t c = 0; c < cols;) {
+      // Up to the end of a word. Where it hides something all its vectors are written: a branch for each is hard to foresee.
+      const int64_t at = first + c, n = min64(cols - c, 64 - at % 64);
+      const uint64_t shown = bits[r][at / 64] >> (at % 64);
       float *to = x + r * ld + c;
-      Simd::store(to, Simd::select(Simd::lanes(shown), Simd::load(to), minus_infinity));
+      if ((~shown & ~uint64_t{0} >> (64 - n)) != 0) {
+        for (int64_t i = 0; i < n; i += kWidth)
+          Simd::store(to + i, Simd::select(Simd::lanes(static_cast<uint32_t>(shown >> i)), Simd::load(to + i), minus_infinity));
+      }
+      c += n;
     }
   }
 }
