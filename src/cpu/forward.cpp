@@ -96,11 +96,14 @@ ForwardLayout layout_of(const ScoredForward &p, const Choice &choice, const Mach
   return forward_layout(p, choice.products, block_rows_of(p, choice, machine), choice.unit, tasks);
 }
 
-// The tiled kernels beside an instruction set that multiplies for ForwardMode::kVector alone are those of its vectors.
+// The tiled kernels beside an instruction set that multiplies for ForwardMode::kVector alone are those of the vectors that it is compiled with.
 const char *name_of(const Choice &choice, ForwardMode mode) {
-  const bool of_vectors =
-      choice.unit != VectorUnit::kNone && choice.products == ForwardProducts::kFma && mode != ForwardMode::kVector;
-  return kernels_of(of_vectors ? vector_isa(choice.isa) : choice.isa).names[static_cast<int>(mode)];
+  fa_cpu_isa isa = choice.isa;
+  if (choice.products == ForwardProducts::kFma && mode != ForwardMode::kVector) {
+    if (choice.unit == VectorUnit::kNeon) isa = FA_CPU_ISA_NEON;
+    if (choice.unit == VectorUnit::kTiles) isa = FA_CPU_ISA_AVX512;
+  }
+  return kernels_of(isa).names[static_cast<int>(mode)];
 }
 
 const char *reason_of(ForwardMode mode) {

@@ -74,6 +74,26 @@ TEST(Plan, ForwardOfBf16AndFp16) {
   }
 }
 
+// Very few queries over int8 run on tiles of bytes, more of them and other bytes by fp32 multiply-adds.
+TEST(Plan, FewQueriesOverBytesOnAmx) {
+  if (!has_isa(FA_CPU_ISA_AMX)) GTEST_SKIP() << "this processor has no tile unit";
+  for (const Dtype q : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
+    for (const int64_t queries : {1, 2000}) {
+      ScoredForward p = problem(queries, 2000);
+      p.q.dtype = q;
+      p.k.dtype = p.v.dtype = Dtype::i8;
+      EXPECT_STREQ(plan_forward(p, Machine{FA_CPU_ISA_AMX, 2}).kernel,
+                   queries == 1 ? "cpu_fwd_vector_amx" : "cpu_fwd_tiled_avx512");
+      p.same_bits = true;
+      const Plan vectors = plan_forward(p, Machine{FA_CPU_ISA_AVX512, 2});
+      EXPECT_STREQ(plan_forward(p, Machine{FA_CPU_ISA_AMX, 2}).kernel, vectors.kernel);
+      p.same_bits = false;
+      p.k.dtype = p.v.dtype = Dtype::e4m3;
+      EXPECT_STREQ(plan_forward(p, Machine{FA_CPU_ISA_AMX, 2}).kernel, plan_forward(p, Machine{FA_CPU_ISA_AVX512, 2}).kernel);
+    }
+  }
+}
+
 // Very few queries of 16 bits run on Arm's instructions for these, more of them by fp32 multiply-adds, whatever else is in the call.
 TEST(Plan, FewQueriesOf16BitsOnArm) {
   const struct {
