@@ -297,6 +297,18 @@ inline void dropout_block(const Score &s, int64_t block_row, int64_t block_col, 
   }
 }
 
+// 16 bits of each of kWidth columns from column c of a block on, of which `eight` has eight and eight.
+FA_INLINE I drawn_bits(const uint32_t *const (&eight)[2], int c) {
+#if defined(__AVX512F__)
+  (void)c;
+  const auto load = [](const uint32_t *x) { return _mm_loadu_si128(reinterpret_cast<const __m128i *>(x)); };
+  return _mm512_cvtepu16_epi32(_mm256_inserti128_si256(_mm256_castsi128_si256(load(eight[0])), load(eight[1]), 1));
+#else
+  const auto *from = reinterpret_cast<const uint16_t *>(eight[c / 8]) + c % 8;
+  return Simd::template shr<16>(Simd::bits(Simd::load_bf16(from)));
+#endif
+}
+
 // Scale of every P of the tile: 0 where it is dropped, 1 / (1 - p) where it is kept.
 inline void dropout_scales(const Score &s, const Tile &t, float *scales, int64_t ld) {
   const I threshold = Simd::iset(s.dropout_threshold);
@@ -309,17 +321,19 @@ inline void dropout_scales(const Score &s, const Tile &t, float *scales, int64_t
       const int64_t c_begin = max64(16 * bj, t.col), c_end = min64(16 * bj + 16, col_end);
       for (int64_t i = max64(16 * bi, t.row); i < min64(16 * bi + 16, row_end); ++i) {
         // Words hold the 16 bits of columns j and j + 1 in their low and high halves: in memory, 8 columns in order.
-        uint16_t bits[16];
         const int64_t half = 2 * ((i >> 3) & 1), call = 4 * (i & 7);
-        __builtin_memcpy(bits, &words[half][call], 16);
-        __builtin_memcpy(bits + 8, &words[half + 1][call], 16);
-        float row[16];
-        for (int c = 0; c < 16; c += kWidth) {
-          const I drawn = Simd::template shr<16>(Simd::bits(Simd::load_bf16(bits + c)));
-          Simd::store(row + c, Simd::select(Simd::ilt(drawn, threshold), Simd::zero(), kept));
+        const uint32_t *const eight[2] = {&words[half][call], &words[half + 1][call]};
+        const auto scale = [&](int c) __attribute__((always_inline)) {
+          return Simd::select(Simd::ilt(drawn_bits(eight, c), threshold), Simd::zero(), kept);
+        };
+        float *const to = scales + (i - t.row) * ld + (c_begin - t.col);
+        if (c_end - c_begin == 16) {
+          for (int c = 0; c < 16; c += kWidth) Simd::store(to + c, scale(c));
+        } else {
+          float row[16];
+          for (int c = 0; c < 16; c += kWidth) Simd::store(row + c, scale(c));
+          __builtin_memcpy(to, row + (c_begin - 16 * bj), static_cast<size_t>(c_end - c_begin) * sizeof(float));
         }
-        __builtin_memcpy(scales + (i - t.row) * ld + (c_begin - t.col), row + (c_begin - 16 * bj),
-                         static_cast<size_t>(c_end - c_begin) * sizeof(float));
       }
     }
   }
