@@ -98,9 +98,8 @@ class VectorProducts {
   }
 
  private:
-  static constexpr int64_t kStepBytes = 64;        // of a row of a tile
-  static constexpr int64_t kValueColumns = 64;     // that are computed together
-  static constexpr int64_t kMostHeadBytes = 2048;  // of a row of values
+  static constexpr int64_t kStepBytes = 64;     // of a row of a tile
+  static constexpr int64_t kValueColumns = 64;  // that are computed together
   static constexpr int64_t kDigits = 4;
 
   // Sums of sixteen keys of some heads and the queries of their set.
@@ -529,7 +528,7 @@ class VectorProducts {
     return Simd::mul(sum, Simd::set(p_units_[r]));
   }
 
-  static constexpr char zeros_[kMostHeadBytes] = {};
+  static constexpr char zeros_[kMaxHeadDimV * 2] = {};  // a row of values
 
   const ForwardProblem &p_;
   const ForwardLayout &layout_;
