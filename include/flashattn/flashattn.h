@@ -184,9 +184,9 @@ enum {
   FA_CPU_ISA_AVX512 = 300,
   /** x86-64 with AVX-512 and AVX512_BF16: forward and backward of bf16 multiply bf16 (vdpbf16ps), all else is as FA_CPU_ISA_AVX512. @since 0.1 */
   FA_CPU_ISA_AVX512_BF16 = 350,
-  /** x86-64 with AVX-512, AVX512_BF16 and AMX tiles of bf16: forward and backward of bf16 and of fp16 run on the tile unit, all else as FA_CPU_ISA_AVX512. Choosing it,
-   * by name or by FA_CPU_ISA_AUTO, asks Linux once for permission to use the tiles: signal frames of the process then grow by 8 KiB. Where
-   * Linux refuses, the processor counts as one without AMX. @since 0.1 */
+  /** x86-64 with AVX-512, AVX512_BF16 and AMX tiles of bf16 and int8: forward and backward of bf16 and of fp16 run on the tile unit, and decoding
+   * from int8 caches; all else is as FA_CPU_ISA_AVX512. Choosing it, by name or by FA_CPU_ISA_AUTO, asks Linux once for permission to use the
+   * tiles: signal frames of the process then grow by 8 KiB. Where Linux refuses, the processor counts as one without AMX. @since 0.1 */
   FA_CPU_ISA_AMX = 400,
   /** 64-bit Arm with NEON, which all of them have. @since 0.1 */
   FA_CPU_ISA_NEON = 500,

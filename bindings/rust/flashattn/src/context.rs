@@ -25,7 +25,7 @@ pub enum CpuIsa {
     Avx512,
     /// AVX-512 with bf16 products (AVX512_BF16).
     Avx512Bf16,
-    /// AVX-512 with AMX tiles of bf16.
+    /// AVX-512 with AMX tiles of bf16 and int8.
     Amx,
     /// 64-bit Arm with NEON.
     Neon,
