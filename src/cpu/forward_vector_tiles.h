@@ -177,10 +177,10 @@ class VectorProducts {
     }
   }
 
-  // The unit in which numbers up to `most` are integers below 2^30: a power of two, or 0 where there is none.
+  // The unit in which numbers up to `most`, which is finite, are integers below 2^30: a power of two, or 0 where there is none.
   static float unit_of(float most) {
     if (most == 0) return 1.0f;
-    if (!(most >= 0x1p-60f && most < 0x1p60f)) return 0;
+    if (most < 0x1p-60f) return 0;
     const uint32_t exponent = __builtin_bit_cast(uint32_t, most) >> 23;  // most < 2^(exponent - 126)
     return __builtin_bit_cast(float, (exponent + 1 - 30) << 23);
   }
@@ -359,7 +359,8 @@ class VectorProducts {
     F most = Simd::zero();
     for (int64_t c = 0; c < keys; c += kWidth)
       most = Simd::max(Simd::abs(Simd::load(p + c, static_cast<int>(min64(keys - c, kWidth)))), most);
-    const float unit = p_unit(Simd::reduce_max(most));
+    const float own_unit = unit_of(Simd::reduce_max(most));
+    const float unit = own_unit != 0 ? own_unit : 1.0f;  // P that have none are zero in it, as beside a P of 1 in fp32
     p_units_[r] = unit;
     const F scale = Simd::set(1.0f / unit);
     auto *to = reinterpret_cast<uint8_t *>(p_rows_) + r * kVectorTileKeys;
@@ -368,12 +369,6 @@ class VectorProducts {
       store_digits(digits_of(x, scale), to + c, TileI8::kColumns * kVectorTileKeys);
     }
   }
-  // P so small that they have no unit are zero, as in the sums of fp32; larger ones than 2^60 come of factors alone.
-  static float p_unit(float most) {
-    const float unit = unit_of(most);
-    return unit != 0 ? unit : (most < 1 ? 1.0f : __builtin_bit_cast(float, (127u + 128 - 30) << 23));
-  }
-
   // Values of a step of keys and kValueColumns columns, as the right operands of four tiles of columns, whose order is that of interleave_lanes.
   template <class Numbers>
   static FA_INLINE void interleave_values(const char *const *rows, int64_t column, uint32_t *to, Ahead &ahead) {

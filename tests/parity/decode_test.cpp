@@ -271,6 +271,9 @@ TEST_P(Decode, QuantisedUpToEightRows) {
     c.magnitude = magnitude;
     c.scale = magnitude > 1 ? 1 / magnitude : 0.125;
     EXPECT_TRUE(check(backend(), c));
+    c.descale = 2;
+    c.factor_range = 70;  // fp32 has room for such values
+    EXPECT_TRUE(check(backend(), c));
   }
 }
 
