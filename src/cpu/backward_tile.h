@@ -130,10 +130,12 @@ inline void product_to_tile(const TileBand &band, int64_t rows, int64_t k, const
 
 // S of a tile from unpacked keys for the very short queries whose forward takes dot products. The tiled forward adds up a product in
 // the order of product_to_tile. Following the same order, S has the same rounding errors as in forward, and what the keys of a row
-// share of these cancels in S - lse, as it does in a softmax. (bfmmla sums S and S^T up in the same order.)
+// share of these cancels in S - lse, as it does in a softmax. (The tile unit sums S and S^T up in the same order, and so does bfmmla.)
 inline bool scores_are_dot_products(const MaskedProblem &p, const Sequence &queries) {
   const int64_t rows = queries.len * p.group;
-#if defined(FA_TARGET_NEON_BF16)
+#if defined(FA_TARGET_AMX)
+  if (rows >= kTileVectorRows && p.q.dtype == Dtype::bf16) return false;
+#elif defined(FA_TARGET_NEON_BF16)
   if (p.q.dtype == Dtype::bf16) return false;
 #endif
   return forward_mode(p, rows) == ForwardMode::kVector;

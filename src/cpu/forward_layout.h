@@ -39,6 +39,8 @@ constexpr int64_t kVectorRunBytes = 8192;
 constexpr int64_t kVectorScratchRows = 64;
 // Keys of a block of cpu/forward_vector_neon.h.
 constexpr int64_t kVectorNeonKeys = 32;
+// Rows of a key head from which on a vector kernel multiplies bf16 on the tile unit, where there is one: fewer are faster by vectors.
+constexpr int64_t kTileVectorRows = 5;
 // Values of a head that cpu/forward_vector_tiles.h multiplies in one go.
 constexpr int64_t kVectorTileKeys = 64;
 

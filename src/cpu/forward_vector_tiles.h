@@ -22,10 +22,10 @@ namespace fa::cpu::FA_ISA {
 // Numbers of bf16: two columns of keys, or two values, in four bytes.
 struct TileBf16 {
   static constexpr int64_t kBytes = 2;
-  static constexpr int kTiles = 1;          // of queries for one of keys, and of P for one of values
-  static constexpr int64_t kColumns = 16;   // rows of queries in them
-  static constexpr int64_t kLeastRows = 5;  // of a head: fewer are faster by vectors
-  static constexpr int kTogether = 2;       // values in four bytes
+  static constexpr int kTiles = 1;         // of queries for one of keys, and of P for one of values
+  static constexpr int64_t kColumns = 16;  // rows of queries in them
+  static constexpr int64_t kLeastRows = kTileVectorRows;
+  static constexpr int kTogether = 2;  // values in four bytes
   template <int C, int A, int B>
   static FA_INLINE void dot(Tiles &tiles) {
     tiles.dot<C, A, B>();
