@@ -118,7 +118,7 @@ class Consumer {
         if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
         if constexpr (C::kHasMaxLogit) head_max_.begin();
         if constexpr (C::kHasDropout) dropout_.begin(t, smem_.dropout_tile(work_.stage()));
-        for (int n = 0; n < begin; ++n) skip_k();
+        for (int n = skipped(t); n < begin; ++n) skip_k();
       }
       int i = begin;
       if constexpr (C::kFewCopies) {
@@ -141,6 +141,7 @@ class Consumer {
 #pragma unroll 1
         for (; i < unmasked_begin; ++i) iteration(t, i, masked_end, kv_tiles, true, i == begin + 1, No{}, Yes{});
       }
+      if (C::kSkipsAtEnd && masked_only_) skip_keys(t);
       if constexpr (C::kHasMaxLogit && kDeferredMax) head_max_.set_limits(softmax_.max, smem_.max_logit_before(work_.stage()));
       if (kEarlyK && i < kv_tiles) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
       if constexpr (C::kAlibiByWgmma) {
@@ -186,6 +187,7 @@ class Consumer {
     compute_pending_pv(single);
     mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
     v_.advance();
+    if (C::kSkipsAtEnd && masked_only_) skip_values(previous_tile());
     finish_previous();
   }
 
@@ -217,7 +219,7 @@ class Consumer {
       const uint32_t phase = k_.phase() ^ static_cast<uint32_t>(released && k_.stage() == 0);
       return __shfl_sync(~0u, at_.lane == 0 ? smem_.first_key(stage, phase) : 0, 0);
     } else {
-      return t.kv_tile(i) * C::kKeys;
+      return kv_tile_of<C>(t, at_.wg, i) * C::kKeys;
     }
   }
 
@@ -233,6 +235,15 @@ class Consumer {
     v_.advance();
   }
 
+  // How many KV tiles at the left end of a window only other warpgroups see.
+  __device__ __forceinline__ int skipped(const WorkTile &t) const { return C::kMostSkipped == 0 ? 0 : t.skipped[at_.wg]; }
+  __device__ __forceinline__ void skip_keys(const WorkTile &t) {
+    for (int n = skipped(t); n > 0; --n) skip_k();
+  }
+  __device__ __forceinline__ void skip_values(const WorkTile &t) {
+    for (int n = skipped(t); n > 0; --n) skip_v();
+  }
+
   // Zeroes the rows of V past the end of the sequence in a work tile's first KV tile. They belong to unused memory or to the next sequence,
   // and may hold NaN. Every warpgroup zeroes all of them, so that none waits for another.
   __device__ __forceinline__ void clear_v_tail(int work_stage) const {
@@ -243,7 +254,7 @@ class Consumer {
     if constexpr (C::kHasDataMask) {
       used -= smem_.masked_tiles(work_stage).first_key;
     } else {
-      used -= t.kv_tile(t.begin[at_.wg]) * C::kKeys;
+      used -= kv_tile_of<C>(t, at_.wg, t.begin[at_.wg]) * C::kKeys;
     }
     clear_v_rows(used);
   }
@@ -283,11 +294,15 @@ class Consumer {
       v_.advance();
     }
     if (first) {
+      if (C::kSkipsAtEnd && has_pv && masked_only_) skip_values(previous_tile());
       if (has_pv) finish_previous();
-      for (int n = 0; has_qk && n < i; ++n) skip_v();
+      for (int n = skipped(t); has_qk && n < i; ++n) skip_v();
       masked_only_ = masked_end == kv_tiles;
     } else {
-      if (!C::kMasksByScore && i == masked_end) make_nan_safe(work_.stage());
+      if (i == masked_end) {
+        skip_values(t);
+        if (!C::kMasksByScore) make_nan_safe(work_.stage());
+      }
       if (rescaled) scale_rows<OutFragment>(out_, softmax_.rescale);
     }
     if constexpr (!C::kMasksByScore) {
@@ -305,8 +320,9 @@ class Consumer {
       mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
       if (first_pv) clear_v_tail(first ? previous_stage() : work_.stage());
     };
-    const bool masked = i < masked_end;
+    const bool masked = i < masked_end && (C::kMostSkipped == 0 || i < t.full_begin[at_.wg] || i >= t.full_end[at_.wg]);
     uint32_t visible[2];
+    if (!first && i == masked_end) skip_keys(t);
     mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     // Masks as data take many registers. S is not in use yet.
     constexpr bool kAsksBesideS = C::kHasDataMask ? ScoreText::kMasksAlone && !ScoreText::kAlone : kSpareRegisters;

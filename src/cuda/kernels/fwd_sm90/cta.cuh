@@ -72,6 +72,13 @@ struct ForwardConfig {
   // Before a warpgroup finishes the previous work tile, it skips the KV tiles that only lower warpgroups see. The K and V pipelines must hold
   // all of them, or the skipping warpgroup and the producer would wait for each other.
   static_assert((kConsumerWarpgroups - 1) * 64 <= kStages * kKeys);
+  // How many KV tiles at one end of a work tile only other warpgroups see, at most. Where a work tile ends with skipped KV tiles and the next one begins with
+  // such, the pipeline of V has to hold both and the last one before them.
+  // 0 also where the consumers have no registers to tell such KV tiles from others at the left end of a window.
+  static constexpr bool kTightRegisters = (kConsumerWarpgroups == 3 && kHasBias) || (kDv > 128 && kHasDropout);
+  static constexpr int kMostSkipped =
+      kHasDataMask || kSameBits || kTightRegisters ? 0 : ((kConsumerWarpgroups - 1) * 64 + kKeys - 1) / kKeys;
+  static constexpr bool kSkipsAtEnd = kMostSkipped > 0 && 2 * kMostSkipped <= kStages;
 };
 
 // Where a consumer thread is, and which rows of a work tile it holds in an accumulator.
@@ -89,6 +96,12 @@ struct ConsumerThread {
 template <class WorkTile>
 __device__ __forceinline__ int unmasked_begin(const WorkTile &t, int begin, int masked_end) {
   return masked_end > begin ? min(t.kv_tiles, max(masked_end + 1, begin + 2)) : begin + 1;
+}
+
+// The KV tile of iteration i of a consumer warpgroup, without masks as data.
+template <class C, class WorkTile>
+__device__ __forceinline__ int kv_tile_of(const WorkTile &t, int wg, int i) {
+  return t.kv_tile(C::kMostSkipped > 0 && i < t.masked_end[wg] ? i - t.skipped[wg] : i);
 }
 
 // Shared-memory addresses of tiles and mbarriers. n is a stage, wg a consumer warpgroup.

@@ -44,7 +44,7 @@ class Producer {
         if (t.kv_tiles < 0) break;
         if (t.kv_tiles > 0) {
           load_tile(
-              t, nullptr, [&](int i) { return t.kv_tile(i); }, q, k, v);
+              t, nullptr, [&](int i) { return kv_tile(t, i); }, q, k, v);
         } else {
           request_work();
         }
@@ -63,7 +63,7 @@ class Producer {
       for (int i = 0; i < t.kv_tiles; ++i) {
 #pragma unroll
         for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
-          if (i < t.begin[wg]) continue;
+          if (C::kMostSkipped > 0 ? !t.sees(wg, i) : i < t.begin[wg]) continue;
           const int stage = bias[wg].stage();
           mbarrier_wait(smem_.bias_empty(stage, wg), bias[wg].phase() ^ 1);
           if (elect_one()) {
@@ -95,6 +95,9 @@ class Producer {
  private:
   // The next work tile is requested when this many KV tiles are still to be loaded; describing it takes about that long.
   static constexpr int kScheduleAhead = 3;
+
+  // The i-th KV tile to be loaded. For FA_FLAG_SAME_BITS they come in the order of their keys.
+  static __device__ __forceinline__ int kv_tile(const WorkTile &t, int i) { return C::kSameBits ? t.first + i : t.kv_tile(i); }
 
   __device__ __forceinline__ void request_work() const { mbarrier_arrive_if(lane_ == 0, smem_.work_request()); }
 
@@ -192,7 +195,7 @@ class Producer {
       mbarrier_wait(smem_.v_empty(v.stage()), v.phase() ^ 1);
       if (elect_one()) {
         mbarrier_arrive_expect_tx(smem_.v_full(v.stage()), C::kVLoadedBytes);
-        const auto tile = [&] { return C::kHasDataMask ? visible_tile : t.kv_tile(i); };
+        const auto tile = [&] { return C::kHasDataMask ? visible_tile : kv_tile(t, i); };
         if constexpr (C::kFp8) {
           tma_load_4d(smem_.v(v.stage()), &a_.v_map, smem_.v_full(v.stage()), t.v_key + tile() * C::kKeys, 0, t.head_k,
                       t.k_batch, kEvictLast);

@@ -171,28 +171,41 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   if (lane == 0) {
     t.first = all.begin;
     t.kv_tiles = all.size();
-    // For FA_FLAG_SAME_BITS in the order of their keys: as those at the left end are.
-    t.left_masked = C::kSameBits ? all.size() : left_masked;
-    t.right_masked = C::kSameBits ? 0 : right_masked;
+    t.left_masked = left_masked;
+    t.right_masked = right_masked;
   }
   if (lane < kConsumerWarpgroups) {
     const KeyRange mine{max(row0 + lane * 64, 0), min(row0 + lane * 64 + 64, seqlen_q)};
     const KeyRange my_keys = diagonal.visible_keys(mine), my_interior = tiles_inside<kKeys>(diagonal.interior_keys(mine));
-    int begin = all.size(), masked_end = begin;
+    int begin = all.size(), masked_end = begin, skipped = 0, full_begin = 0, full_end = 0;
     if constexpr (C::kSameBits) {
       const KeyRange tiles = my_keys.empty() ? KeyRange{all.end, all.end} : tiles_touching<kKeys>(my_keys);
       begin = tiles.begin - all.begin;
       smem.segment_tiles(stage, lane) = {tiles.begin, tiles.end, my_interior.begin, my_interior.end};
-    } else if (!my_keys.empty()) {
+    } else if (!my_keys.empty() && C::kAlibiByWgmma && masked_alone) {
       begin = all.end - tiles_touching<kKeys>(my_keys).end;
-      if (left_masked > 0) {
-        masked_end = left_masked + right_masked;
-      } else if (!my_interior.empty() && my_interior.begin <= all.begin) {
+    } else if (!my_keys.empty()) {
+      const KeyRange tiles = tiles_touching<kKeys>(my_keys);
+      // Masked tiles of both ends, or all tiles.
+      const int masked = left_masked + right_masked;
+      skipped = C::kSkipsAtEnd || (C::kMostSkipped > 0 && !interior.empty()) ? tiles.begin - all.begin : 0;
+      begin = all.end - tiles.end + skipped;
+      if (left_masked > 0 || my_interior.empty() || my_interior.begin > all.begin) {
+        masked_end = masked;
+        if (!my_interior.empty()) {
+          full_begin = all.end - my_interior.end + skipped;
+          full_end = masked - my_interior.begin + all.begin + skipped;
+        }
+      } else {
         masked_end = all.end - my_interior.end;
       }
+      if (begin == masked_end) skipped = 0;  // before the first iteration
     }
     t.begin[lane] = begin;
-    t.masked_end[lane] = C::kAlibiByWgmma && masked_alone ? all.size() : masked_end;
+    t.masked_end[lane] = masked_end;
+    t.skipped[lane] = static_cast<uint8_t>(skipped);
+    t.full_begin[lane] = static_cast<uint8_t>(full_begin);
+    t.full_end[lane] = static_cast<uint8_t>(full_end);
   }
   return has_work;
 }

@@ -27,17 +27,23 @@ struct ForwardWorkTile {
   int unused_end;                 // rows [seqlen_q, unused_end) are beyond the used length; the tile zeroes their out
   int first, kv_tiles;            // the tile sees KV tiles [first, first + kv_tiles); kv_tiles < 0: no more work
   int left_masked, right_masked;  // how many KV tiles at the left and at the right end contain masked pairs
-  // For the 64 rows of each consumer warpgroup, by iteration: the warpgroup sees iterations [begin, kv_tiles). Those before masked_end
-  // contain masked pairs.
+  // The iterations of each consumer warpgroup, for its 64 rows, are [begin, kv_tiles). Those before masked_end are the ones of KV tiles in which some row of the
+  // work tile has masked pairs; but these rows have none in [full_begin, full_end). Before iteration masked_end the warpgroup skips the `skipped` KV tiles at the
+  // left end of a window that only the rows above see, as it skips begin - skipped of those at the right end before all others.
   int begin[kConsumerWarpgroups], masked_end[kConsumerWarpgroups];
+  uint8_t skipped[kConsumerWarpgroups], full_begin[kConsumerWarpgroups], full_end[kConsumerWarpgroups];
 
-  // The KV tile of iteration i, without masks as data: first the masked tiles at the right end, last key first; then the masked tiles at the left end; then the
-  // unmasked tiles, last key first.
-  FA_HD int kv_tile(int i) const {
+  // The n-th KV tile that is loaded, without masks as data: first the masked tiles at the right end, then the masked tiles at the left end, then the unmasked
+  // tiles; each of them last key first.
+  FA_HD int kv_tile(int n) const {
     const int last = first + kv_tiles - 1;
-    if (i < right_masked || left_masked == 0) return last - i;
-    const int left = i - right_masked;
-    return left < left_masked ? first + left : last - (i - left_masked);
+    if (n < right_masked || left_masked == 0) return last - n;
+    const int left = n - right_masked;
+    return left < left_masked ? first + left_masked - 1 - left : last - (n - left_masked);
+  }
+  // Whether a consumer warpgroup sees the n-th KV tile that is loaded.
+  FA_HD bool sees(int wg, int n) const {
+    return n >= masked_end[wg] || (n >= begin[wg] - skipped[wg] && n < masked_end[wg] - skipped[wg]);
   }
 };
 
