@@ -118,7 +118,7 @@ class Consumer {
         if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
         if constexpr (C::kHasMaxLogit) head_max_.begin();
         if constexpr (C::kHasDropout) dropout_.begin(t, smem_.dropout_tile(work_.stage()));
-        for (int n = skipped(t); n < begin; ++n) skip_k();
+        for (int n = smem_.skipped(work_.stage(), at_.wg); n < begin; ++n) skip_k();
       }
       int i = begin;
       if constexpr (C::kFewCopies) {
@@ -141,7 +141,7 @@ class Consumer {
 #pragma unroll 1
         for (; i < unmasked_begin; ++i) iteration(t, i, masked_end, kv_tiles, true, i == begin + 1, No{}, Yes{});
       }
-      if (C::kSkipsAtEnd && masked_only_) skip_keys(t);
+      if (C::kSkipsAtEnd && masked_only_) skip_keys();
       if constexpr (C::kHasMaxLogit && kDeferredMax) head_max_.set_limits(softmax_.max, smem_.max_logit_before(work_.stage()));
       if (kEarlyK && i < kv_tiles) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
       if constexpr (C::kAlibiByWgmma) {
@@ -187,7 +187,7 @@ class Consumer {
     compute_pending_pv(single);
     mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
     v_.advance();
-    if (C::kSkipsAtEnd && masked_only_) skip_values(previous_tile());
+    if (C::kSkipsAtEnd && masked_only_) skip_values(previous_stage());
     finish_previous();
   }
 
@@ -219,7 +219,7 @@ class Consumer {
       const uint32_t phase = k_.phase() ^ static_cast<uint32_t>(released && k_.stage() == 0);
       return __shfl_sync(~0u, at_.lane == 0 ? smem_.first_key(stage, phase) : 0, 0);
     } else {
-      return kv_tile_of<C>(t, at_.wg, i) * C::kKeys;
+      return smem_.kv_tile(work_.stage(), at_.wg, i) * C::kKeys;
     }
   }
 
@@ -235,13 +235,12 @@ class Consumer {
     v_.advance();
   }
 
-  // How many KV tiles at the left end of a window only other warpgroups see.
-  __device__ __forceinline__ int skipped(const WorkTile &t) const { return C::kMostSkipped == 0 ? 0 : t.skipped[at_.wg]; }
-  __device__ __forceinline__ void skip_keys(const WorkTile &t) {
-    for (int n = skipped(t); n > 0; --n) skip_k();
+  // KV tiles at the left end of a window that only other warpgroups see.
+  __device__ __forceinline__ void skip_keys() {
+    for (int n = smem_.skipped(work_.stage(), at_.wg); n > 0; --n) skip_k();
   }
-  __device__ __forceinline__ void skip_values(const WorkTile &t) {
-    for (int n = skipped(t); n > 0; --n) skip_v();
+  __device__ __forceinline__ void skip_values(int work_stage) {
+    for (int n = smem_.skipped(work_stage, at_.wg); n > 0; --n) skip_v();
   }
 
   // Zeroes the rows of V past the end of the sequence in a work tile's first KV tile. They belong to unused memory or to the next sequence,
@@ -254,7 +253,7 @@ class Consumer {
     if constexpr (C::kHasDataMask) {
       used -= smem_.masked_tiles(work_stage).first_key;
     } else {
-      used -= kv_tile_of<C>(t, at_.wg, t.begin[at_.wg]) * C::kKeys;
+      used -= smem_.kv_tile(work_stage, at_.wg, t.begin[at_.wg]) * C::kKeys;
     }
     clear_v_rows(used);
   }
@@ -294,13 +293,13 @@ class Consumer {
       v_.advance();
     }
     if (first) {
-      if (C::kSkipsAtEnd && has_pv && masked_only_) skip_values(previous_tile());
+      if (C::kSkipsAtEnd && has_pv && masked_only_) skip_values(previous_stage());
       if (has_pv) finish_previous();
-      for (int n = skipped(t); has_qk && n < i; ++n) skip_v();
+      for (int n = smem_.skipped(work_.stage(), at_.wg); has_qk && n < i; ++n) skip_v();
       masked_only_ = masked_end == kv_tiles;
     } else {
       if (i == masked_end) {
-        skip_values(t);
+        skip_values(work_.stage());
         if (!C::kMasksByScore) make_nan_safe(work_.stage());
       }
       if (rescaled) scale_rows<OutFragment>(out_, softmax_.rescale);
@@ -320,9 +319,10 @@ class Consumer {
       mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
       if (first_pv) clear_v_tail(first ? previous_stage() : work_.stage());
     };
-    const bool masked = i < masked_end && (C::kMostSkipped == 0 || i < t.full_begin[at_.wg] || i >= t.full_end[at_.wg]);
+    const WindowTiles &window = smem_.window_tiles(work_.stage(), at_.wg);
+    const bool masked = i < masked_end && (C::kMostSkipped == 0 || i < window.full_begin || i >= window.full_end);
     uint32_t visible[2];
-    if (!first && i == masked_end) skip_keys(t);
+    if (!first && i == masked_end) skip_keys();
     mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     // Masks as data take many registers. S is not in use yet.
     constexpr bool kAsksBesideS = C::kHasDataMask ? ScoreText::kMasksAlone && !ScoreText::kAlone : kSpareRegisters;

@@ -74,8 +74,8 @@ struct ForwardConfig {
   static_assert((kConsumerWarpgroups - 1) * 64 <= kStages * kKeys);
   // How many KV tiles at one end of a work tile only other warpgroups see, at most. Where a work tile ends with skipped KV tiles and the next one begins with
   // such, the pipeline of V has to hold both and the last one before them.
-  // 0 also where the consumers have no registers to tell such KV tiles from others at the left end of a window.
-  static constexpr bool kTightRegisters = (kConsumerWarpgroups == 3 && kHasBias) || (kDv > 128 && kHasDropout);
+  // 0 also where consumers have no registers to tell such KV tiles from others.
+  static constexpr bool kTightRegisters = kFp8 || kStagesBias || kHasDropout || (kConsumerWarpgroups == 3 && (kAlibiByWgmma || kD > 128));
   static constexpr int kMostSkipped =
       kHasDataMask || kSameBits || kTightRegisters ? 0 : ((kConsumerWarpgroups - 1) * 64 + kKeys - 1) / kKeys;
   static constexpr bool kSkipsAtEnd = kMostSkipped > 0 && 2 * kMostSkipped <= kStages;
@@ -96,12 +96,6 @@ struct ConsumerThread {
 template <class WorkTile>
 __device__ __forceinline__ int unmasked_begin(const WorkTile &t, int begin, int masked_end) {
   return masked_end > begin ? min(t.kv_tiles, max(masked_end + 1, begin + 2)) : begin + 1;
-}
-
-// The KV tile of iteration i of a consumer warpgroup, without masks as data.
-template <class C, class WorkTile>
-__device__ __forceinline__ int kv_tile_of(const WorkTile &t, int wg, int i) {
-  return t.kv_tile(C::kMostSkipped > 0 && i < t.masked_end[wg] ? i - t.skipped[wg] : i);
 }
 
 // Shared-memory addresses of tiles and mbarriers. n is a stage, wg a consumer warpgroup.
@@ -136,6 +130,14 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t work_empty(int n) const { return base + offsetof(Storage, work_empty) + n * 8; }
   __device__ __forceinline__ uint32_t work_request() const { return base + offsetof(Storage, work_request); }
   __device__ __forceinline__ WorkTile &work_tile(int n) const { return work_tiles[n]; }
+  __device__ __forceinline__ WindowTiles &window_tiles(int n, int wg) const { return storage().window_tiles[n][wg]; }
+  // How many KV tiles at the left end of a window the warpgroup skips.
+  __device__ __forceinline__ int skipped(int n, int wg) const { return C::kMostSkipped > 0 ? window_tiles(n, wg).skipped : 0; }
+  // The KV tile of iteration i of a consumer warpgroup, without masks as data.
+  __device__ __forceinline__ int kv_tile(int n, int wg, int i) const {
+    const WorkTile &t = work_tile(n);
+    return t.kv_tile(C::kMostSkipped > 0 && i < t.masked_end[wg] ? i - skipped(n, wg) : i);
+  }
 
   // With masks as data: the KV tiles of the work tile in stage n, and the first key of a KV tile in stage n of K.
   __device__ __forceinline__ MaskedTiles &masked_tiles(int n) const { return storage().masked_tiles.range[n]; }

@@ -63,7 +63,7 @@ class Producer {
       for (int i = 0; i < t.kv_tiles; ++i) {
 #pragma unroll
         for (int wg = 0; wg < C::kConsumerWarpgroups; ++wg) {
-          if (C::kMostSkipped > 0 ? !t.sees(wg, i) : i < t.begin[wg]) continue;
+          if (i < t.begin[wg]) continue;
           const int stage = bias[wg].stage();
           mbarrier_wait(smem_.bias_empty(stage, wg), bias[wg].phase() ^ 1);
           if (elect_one()) {

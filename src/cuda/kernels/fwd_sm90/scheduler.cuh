@@ -182,13 +182,11 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
       const KeyRange tiles = my_keys.empty() ? KeyRange{all.end, all.end} : tiles_touching<kKeys>(my_keys);
       begin = tiles.begin - all.begin;
       smem.segment_tiles(stage, lane) = {tiles.begin, tiles.end, my_interior.begin, my_interior.end};
-    } else if (!my_keys.empty() && C::kAlibiByWgmma && masked_alone) {
-      begin = all.end - tiles_touching<kKeys>(my_keys).end;
     } else if (!my_keys.empty()) {
       const KeyRange tiles = tiles_touching<kKeys>(my_keys);
       // Masked tiles of both ends, or all tiles.
       const int masked = left_masked + right_masked;
-      skipped = C::kSkipsAtEnd || (C::kMostSkipped > 0 && !interior.empty()) ? tiles.begin - all.begin : 0;
+      if (C::kSkipsAtEnd || (C::kMostSkipped > 0 && !interior.empty())) skipped = tiles.begin - all.begin;
       begin = all.end - tiles.end + skipped;
       if (left_masked > 0 || my_interior.empty() || my_interior.begin > all.begin) {
         masked_end = masked;
@@ -202,10 +200,11 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
       if (begin == masked_end) skipped = 0;  // before the first iteration
     }
     t.begin[lane] = begin;
-    t.masked_end[lane] = masked_end;
-    t.skipped[lane] = static_cast<uint8_t>(skipped);
-    t.full_begin[lane] = static_cast<uint8_t>(full_begin);
-    t.full_end[lane] = static_cast<uint8_t>(full_end);
+    t.masked_end[lane] = C::kAlibiByWgmma && masked_alone ? all.size() : masked_end;
+    if constexpr (C::kMostSkipped > 0) {
+      smem.window_tiles(stage, lane) = {static_cast<uint8_t>(skipped), static_cast<uint8_t>(full_begin),
+                                        static_cast<uint8_t>(full_end)};
+    }
   }
   return has_work;
 }

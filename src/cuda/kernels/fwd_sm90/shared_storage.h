@@ -27,11 +27,9 @@ struct ForwardWorkTile {
   int unused_end;                 // rows [seqlen_q, unused_end) are beyond the used length; the tile zeroes their out
   int first, kv_tiles;            // the tile sees KV tiles [first, first + kv_tiles); kv_tiles < 0: no more work
   int left_masked, right_masked;  // how many KV tiles at the left and at the right end contain masked pairs
-  // The iterations of each consumer warpgroup, for its 64 rows, are [begin, kv_tiles). Those before masked_end are the ones of KV tiles in which some row of the
-  // work tile has masked pairs; but these rows have none in [full_begin, full_end). Before iteration masked_end the warpgroup skips the `skipped` KV tiles at the
-  // left end of a window that only the rows above see, as it skips begin - skipped of those at the right end before all others.
+  // For the 64 rows of each consumer warpgroup, by iteration: the warpgroup sees iterations [begin, kv_tiles). Those before masked_end
+  // contain masked pairs.
   int begin[kConsumerWarpgroups], masked_end[kConsumerWarpgroups];
-  uint8_t skipped[kConsumerWarpgroups], full_begin[kConsumerWarpgroups], full_end[kConsumerWarpgroups];
 
   // The n-th KV tile that is loaded, without masks as data: first the masked tiles at the right end, then the masked tiles at the left end, then the unmasked
   // tiles; each of them last key first.
@@ -41,10 +39,12 @@ struct ForwardWorkTile {
     const int left = n - right_masked;
     return left < left_masked ? first + left_masked - 1 - left : last - (n - left_masked);
   }
-  // Whether a consumer warpgroup sees the n-th KV tile that is loaded.
-  FA_HD bool sees(int wg, int n) const {
-    return n >= masked_end[wg] || (n >= begin[wg] - skipped[wg] && n < masked_end[wg] - skipped[wg]);
-  }
+};
+
+// Where some KV tiles at the left end of a window are seen by the rows above alone: how many of them a consumer warpgroup skips before iteration masked_end. It skips
+// begin - skipped tiles at the right end before its first iteration. Its rows see all of the KV tiles of iterations [full_begin, full_end), although other rows do not.
+struct WindowTiles {
+  uint8_t skipped, full_begin, full_end;
 };
 
 // With masks as data: where a work tile's KV tiles stand in the cell map (masked_tiles.cuh).
@@ -166,6 +166,7 @@ struct ForwardStorage {
   uint64_t work_full[kWorkStages], work_empty[kWorkStages];
   uint64_t work_request;  // the producer warp asks for the next work tile
   ForwardWorkTile<kConsumerWarpgroups> work_tiles[kWorkStages];
+  WindowTiles window_tiles[kWorkStages][kConsumerWarpgroups];
   std::conditional_t<kHasDataMask, ForwardMaskedTiles<kWorkStages, kStages>, NoForwardMaskedTiles> masked_tiles;
   std::conditional_t<(kScores & kDropout) != 0, ForwardDropout<kWorkStages>, NoForwardDropout> dropout;
   std::conditional_t<(kScores & kMaxLogit) != 0, ForwardMaxLogit<kWorkStages>, NoForwardMaxLogit> max_logit;
