@@ -71,8 +71,8 @@ class Case:
             pairs = self.batch * window_pairs(self.seqlen_k, GLOBAL_WINDOW, GLOBALS)
         if self.option == "score natten":
             pairs = self.batch * window_pairs(IMAGE, NEIGHBOURS) * window_pairs(self.seqlen_k // IMAGE, NEIGHBOURS)
-        if self.option == WINDOW:  # causal
-            outside = max(self.seqlen_k - WINDOW_LEFT, 0)
+        if self.option in WINDOWS:  # causal
+            outside = max(self.seqlen_k - WINDOWS[self.option], 0)
             pairs -= self.batch * outside * outside
         forward = 2.0 * pairs * self.heads_q * (self.head_dim + self.d_v) * (0.5 if self.causal else 1.0)
         return forward * (1.0 if self.direction == "forward" else 2.5)
@@ -100,7 +100,7 @@ LENGTHS = "lengths"  # ... as many keys as without it, but their number is on th
 QUANTISED = ("e4m3", "e4m3 rows", "int8", "int8 rows")
 # ... of the section sparse: this share of the blocks in each row of a block mask is visible, by the size of blocks
 SPARSE = {"quarter128": (0.25, 128), "tenth128": (0.1, 128), "quarter64": (0.25, 64), "tenth64": (0.1, 64)}
-WINDOW, WINDOW_LEFT = "window", 1024
+WINDOWS = {"window": 1024, "window128": 128}  # keys before its own that a query sees
 # ... of the section masks: masks as data, and the fraction of all pairs that they show. `same` in the table is the same pairs by cu_seqlens
 # (documents), by lengths (left) or by the causal mask (bits, bytes).
 DOCUMENTS = 64  # of equal lengths
@@ -214,7 +214,9 @@ def sparse(quick: bool) -> List[Case]:
         square("sparse", direction, d, False, 16384, option=option)
         for direction in ("forward", "backward") for d in ((128,) if quick else (64, 128)) for option in SPARSE
     ]
-    return rows + [square("sparse", direction, d, True, 16384, option=WINDOW) for direction in ("forward", "backward") for d in (64, 128)]
+    return rows + [
+        square("sparse", direction, d, True, 16384, option=option) for direction in ("forward", "backward") for d in (64, 128) for option in WINDOWS
+    ]
 
 
 def masks(quick: bool) -> List[Case]:

@@ -149,8 +149,8 @@ class Attention:
         elif option == "starts":  # as many keys as `left` shows, at the front of the sequences
             self.kept.append(seqlen_k - starts(q.device, q.shape[0], seqlen_k))
             a.seqused_k = tensor(self.kept[-1])
-        elif option == cases.WINDOW:
-            a.window, a.window_left = 1, cases.WINDOW_LEFT
+        elif option in cases.WINDOWS:
+            a.window, a.window_left = 1, cases.WINDOWS[option]
         elif option and option != "fp8":
             raise ValueError(f"unknown option {option}")
 

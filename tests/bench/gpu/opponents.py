@@ -95,7 +95,7 @@ class Fa4:
 
     name = "fa4"
     gradient = None  # of score_mod
-    options = ("", "softcap", "alibi", *cases.SCORES, cases.WINDOW, *cases.SPARSE)
+    options = ("", "softcap", "alibi", *cases.SCORES, *cases.WINDOWS, *cases.SPARSE)
 
     def __init__(self, case, q, k, v, cu=None, block_mask=None):
         if case.section == "score" and case.head_dim != 128:
@@ -109,8 +109,8 @@ class Fa4:
         self.interface = interface
         self.q, self.k, self.v, self.deterministic = q, k, v, case.deterministic
         self.arguments = dict(causal=case.causal)
-        if case.option == cases.WINDOW:
-            self.arguments = dict(window_size_left=cases.WINDOW_LEFT, window_size_right=0)
+        if case.option in cases.WINDOWS:
+            self.arguments = dict(window_size_left=cases.WINDOWS[case.option], window_size_right=0)
         if case.option == "softcap":
             self.arguments["softcap"] = cases.SOFTCAP
         if case.option == "alibi":
@@ -162,7 +162,7 @@ class Flex:
     """FlexAttention, compiled. `block_mask` is ours: (1, 1, blocks of queries, blocks of keys)."""
 
     name = "flex"
-    options = (*scores.TEXTS, *cases.SCORES, cases.WINDOW, *cases.SPARSE)
+    options = (*scores.TEXTS, *cases.SCORES, *cases.WINDOWS, *cases.SPARSE)
 
     def __init__(self, case, q, k, v, block_mask=None):
         from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
@@ -170,8 +170,8 @@ class Flex:
         self.tensors = [t.transpose(1, 2).detach().requires_grad_() for t in (q, k, v)]
         visible = [lambda b, h, i, j: i >= j] if case.causal else []
         score, size = None, 128
-        if case.option == cases.WINDOW:
-            visible.append(lambda b, h, i, j: i - j <= cases.WINDOW_LEFT)
+        if case.option in cases.WINDOWS:
+            visible.append(lambda b, h, i, j: i - j <= cases.WINDOWS[case.option])
         elif case.option in cases.SPARSE:
             size = cases.SPARSE[case.option][1]
             visible.append(lambda b, h, i, j: block_mask[0, 0, i // size, j // size] != 0)
