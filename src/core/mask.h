@@ -47,6 +47,7 @@ struct Diagonal {
         : left(static_cast<Int>(band.left < kLongest ? band.left : kLongest)),
           right(static_cast<Int>(band.right < kLongest ? band.right : kLongest)),
           top_left(band.top_left) {}
+    FA_HD bool unlimited_left() const { return left >= kLongest; }
     FA_HD bool unlimited_right() const { return right >= kLongest; }
   };
 

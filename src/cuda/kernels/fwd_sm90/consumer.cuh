@@ -88,6 +88,7 @@ class Consumer {
       mbarrier_wait(smem_.work_full(work_.stage()), work_.phase());
       const WorkTile &t = smem_.work_tile(work_.stage());
       const int begin = t.begin[at_.wg], masked_end = t.masked_end[at_.wg], kv_tiles = t.kv_tiles;
+      const WindowTiles window = smem_.window_tiles(work_.stage(), at_.wg);
       // False: the warpgroup has no rows, its rows see no keys, or there is no more work.
       const bool has_work = begin < kv_tiles;
       if (C::kFewCopies && kv_tiles >= 0 && (!has_work || t.row0 + C::kRows > t.seqlen_q))
@@ -118,7 +119,7 @@ class Consumer {
         if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
         if constexpr (C::kHasMaxLogit) head_max_.begin();
         if constexpr (C::kHasDropout) dropout_.begin(t, smem_.dropout_tile(work_.stage()));
-        for (int n = smem_.skipped(work_.stage(), at_.wg); n < begin; ++n) skip_k();
+        for (int n = window.skipped(); n < begin; ++n) skip_k();
       }
       int i = begin;
       if constexpr (C::kFewCopies) {
@@ -129,19 +130,22 @@ class Consumer {
 #pragma unroll 1
         do {
           const bool first = i == begin;
-          iteration(t, i, masked_end, kv_tiles, pending || !first, first ? single : i == begin + 1, first, has_work);
+          iteration(t, window, i, masked_end, kv_tiles, pending || !first, first ? single : i == begin + 1, first, has_work);
         } while (++i < end);
         if (!has_work) {  // the work tile again, with nothing pending
           pending = false;
           continue;
         }
       } else {
-        iteration(t, i++, masked_end, kv_tiles, pending, single, Yes{}, Yes{});
+        iteration(t, window, i++, masked_end, kv_tiles, pending, single, Yes{}, Yes{});
         const int unmasked_begin = sm90::unmasked_begin(t, begin, masked_end);
 #pragma unroll 1
-        for (; i < unmasked_begin; ++i) iteration(t, i, masked_end, kv_tiles, true, i == begin + 1, No{}, Yes{});
+        for (; i < unmasked_begin; ++i) iteration(t, window, i, masked_end, kv_tiles, true, i == begin + 1, No{}, Yes{});
       }
-      if (C::kSkipsAtEnd && masked_only_) skip_keys();
+      if constexpr (C::kSkipsAtEnd) {
+        skipped_at_end_ = masked_end == kv_tiles ? window.skipped() : 0;
+        for (int n = 0; n < skipped_at_end_; ++n) skip_k();
+      }
       if constexpr (C::kHasMaxLogit && kDeferredMax) head_max_.set_limits(softmax_.max, smem_.max_logit_before(work_.stage()));
       if (kEarlyK && i < kv_tiles) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
       if constexpr (C::kAlibiByWgmma) {
@@ -187,7 +191,7 @@ class Consumer {
     compute_pending_pv(single);
     mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
     v_.advance();
-    if (C::kSkipsAtEnd && masked_only_) skip_values(previous_stage());
+    skip_values_at_end();
     finish_previous();
   }
 
@@ -219,7 +223,7 @@ class Consumer {
       const uint32_t phase = k_.phase() ^ static_cast<uint32_t>(released && k_.stage() == 0);
       return __shfl_sync(~0u, at_.lane == 0 ? smem_.first_key(stage, phase) : 0, 0);
     } else {
-      return smem_.kv_tile(work_.stage(), at_.wg, i) * C::kKeys;
+      return t.kv_tile(i) * C::kKeys;
     }
   }
 
@@ -235,12 +239,11 @@ class Consumer {
     v_.advance();
   }
 
-  // KV tiles at the left end of a window that only other warpgroups see.
-  __device__ __forceinline__ void skip_keys() {
-    for (int n = smem_.skipped(work_.stage(), at_.wg); n > 0; --n) skip_k();
-  }
-  __device__ __forceinline__ void skip_values(int work_stage) {
-    for (int n = smem_.skipped(work_stage, at_.wg); n > 0; --n) skip_v();
+  // V of the KV tiles with which the previous work tile ended.
+  __device__ __forceinline__ void skip_values_at_end() {
+    if constexpr (C::kSkipsAtEnd) {
+      for (int n = 0; n < skipped_at_end_; ++n) skip_v();
+    }
   }
 
   // Zeroes the rows of V past the end of the sequence in a work tile's first KV tile. They belong to unused memory or to the next sequence,
@@ -253,7 +256,8 @@ class Consumer {
     if constexpr (C::kHasDataMask) {
       used -= smem_.masked_tiles(work_stage).first_key;
     } else {
-      used -= smem_.kv_tile(work_stage, at_.wg, t.begin[at_.wg]) * C::kKeys;
+      const int begin = t.begin[at_.wg];
+      used -= t.kv_tile(smem_.window_tiles(work_stage, at_.wg).loaded(begin, t.masked_end[at_.wg])) * C::kKeys;
     }
     clear_v_rows(used);
   }
@@ -280,11 +284,11 @@ class Consumer {
   // tile before. `first_pv`: it is the first of its work tile. Without `has_qk` there is no KV tile i, and the previous work
   // tile is finished. First and HasQk are bool, or with C::kFewCopies unset Yes or No.
   template <typename First, typename HasQk>
-  __device__ __forceinline__ void iteration(const WorkTile &t, int i, int masked_end, int kv_tiles, bool has_pv, bool first_pv,
-                                            First first, HasQk has_qk) {
+  __device__ __forceinline__ void iteration(const WorkTile &t, WindowTiles window, int i, int masked_end, int kv_tiles, bool has_pv,
+                                            bool first_pv, First first, HasQk has_qk) {
     bool rescaled = false;
     if (has_qk) {
-      rescaled = compute_p(t, i, masked_end, kv_tiles, has_pv, first_pv, first);
+      rescaled = compute_p(t, window, i, masked_end, kv_tiles, has_pv, first_pv, first);
     } else {
       compute_pending_pv(first_pv);
     }
@@ -293,13 +297,15 @@ class Consumer {
       v_.advance();
     }
     if (first) {
-      if (C::kSkipsAtEnd && has_pv && masked_only_) skip_values(previous_stage());
-      if (has_pv) finish_previous();
-      for (int n = smem_.skipped(work_.stage(), at_.wg); has_qk && n < i; ++n) skip_v();
+      if (has_pv) {
+        skip_values_at_end();
+        finish_previous();
+      }
+      for (int n = window.skipped(); has_qk && n < i; ++n) skip_v();
       masked_only_ = masked_end == kv_tiles;
     } else {
       if (i == masked_end) {
-        skip_values(work_.stage());
+        for (int n = 0; n < window.skipped(); ++n) skip_v();
         if (!C::kMasksByScore) make_nan_safe(work_.stage());
       }
       if (rescaled) scale_rows<OutFragment>(out_, softmax_.rescale);
@@ -311,28 +317,28 @@ class Consumer {
   }
   // What an iteration computes. Returns whether the maximum has been raised.
   template <typename First>
-  __device__ __forceinline__ bool compute_p(const WorkTile &t, int i, int masked_end, int kv_tiles, bool has_pv, bool first_pv,
-                                            First first) {
+  __device__ __forceinline__ bool compute_p(const WorkTile &t, WindowTiles window, int i, int masked_end, int kv_tiles, bool has_pv,
+                                            bool first_pv, First first) {
     // Without a KV tile before, the wgmma runs on whatever V's stage holds, and its result is ignored: so all work tiles run the same code.
     const auto wait_v = [&] {
       if (!has_pv) return;
       mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
       if (first_pv) clear_v_tail(first ? previous_stage() : work_.stage());
     };
-    const WindowTiles &window = smem_.window_tiles(work_.stage(), at_.wg);
-    const bool masked = i < masked_end && (C::kMostSkipped == 0 || i < window.full_begin || i >= window.full_end);
+    const int n = window.loaded(i, masked_end);
+    const bool masked = i < masked_end && !window.shows_all(i);
     uint32_t visible[2];
-    if (!first && i == masked_end) skip_keys();
+    for (int m = 0; !first && i == masked_end && m < window.skipped(); ++m) skip_k();
     mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     // Masks as data take many registers. S is not in use yet.
     constexpr bool kAsksBesideS = C::kHasDataMask ? ScoreText::kMasksAlone && !ScoreText::kAlone : kSpareRegisters;
-    if (C::kHasDataMask && !kAsksBesideS && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);
+    if (C::kHasDataMask && !kAsksBesideS && masked) find_visible(t, first_key(t, n, /*released=*/false), visible);
     if (!kEarlyK) wait_v();
     fence_operands();
     issue_qk();
-    if constexpr (C::kHasDropout) draw_dropout(t, first_key(t, i, /*released=*/false));
+    if constexpr (C::kHasDropout) draw_dropout(t, first_key(t, n, /*released=*/false));
     // While the wgmmas run.
-    if (kAsksBesideS && masked) find_visible(t, first_key(t, i, /*released=*/false), visible);
+    if (kAsksBesideS && masked) find_visible(t, first_key(t, n, /*released=*/false), visible);
     if (kEarlyK) wait_v();
     wgmma_fence();
     issue_pv(first_pv);
@@ -343,25 +349,25 @@ class Consumer {
       bias_.add(s_);
       bias_.release();
     }
-    if constexpr (C::kHasScoreMod) apply_score_mod(t, t.head, first_key(t, i, /*released=*/true));
+    if constexpr (C::kHasScoreMod) apply_score_mod(t, t.head, first_key(t, n, /*released=*/true));
     if constexpr (C::kAlibiByWgmma) {
-      if (t.head.slope != 0.f) apply_score_mod(t, t.head, first_key(t, i, /*released=*/true));
+      if (t.head.slope != 0.f) apply_score_mod(t, t.head, first_key(t, n, /*released=*/true));
     }
     if constexpr (C::kMixtures) {
       if (bias_.staged()) {
         bias_.add_staged(s_);
       } else if (bias_.given()) {
-        bias_.add_global(t, bias_batch(), first_key(t, i, /*released=*/true), s_);
+        bias_.add_global(t, bias_batch(), first_key(t, n, /*released=*/true), s_);
       }
     }
-    if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/false>(t, first_key(t, i, /*released=*/true));
+    if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/false>(t, first_key(t, n, /*released=*/true));
     if (masked) {
-      if (!kSpareRegisters && !C::kHasDataMask) find_visible(t, first_key(t, i, /*released=*/true), visible);
+      if (!kSpareRegisters && !C::kHasDataMask) find_visible(t, first_key(t, n, /*released=*/true), visible);
       apply_mask(visible);
     }
     bool rescaled;
     if constexpr (C::kAlibiByWgmma) {
-      rescaled = update_shifted_max_and_exponentiate(t, first_key(t, i, /*released=*/true));
+      rescaled = update_shifted_max_and_exponentiate(t, first_key(t, n, /*released=*/true));
     } else {
       rescaled = update_max_and_exponentiate();
     }
@@ -842,6 +848,7 @@ class Consumer {
   PipelineState<C::kQStages> q_;
   PipelineState<C::kStages> k_, v_;
   PipelineState<C::kWorkStages> work_;
+  int skipped_at_end_ = 0;     // KV tiles at its end that only other warpgroups saw
   bool masked_only_ = false;  // the previous work tile had only KV tiles with masked pairs
 };
 

@@ -75,7 +75,8 @@ struct ForwardConfig {
   // How many KV tiles at one end of a work tile only other warpgroups see, at most. Where a work tile ends with skipped KV tiles and the next one begins with
   // such, the pipeline of V has to hold both and the last one before them.
   // 0 also where consumers have no registers to tell such KV tiles from others.
-  static constexpr bool kTightRegisters = kFp8 || kStagesBias || kHasDropout || (kConsumerWarpgroups == 3 && (kAlibiByWgmma || kD > 128));
+  static constexpr bool kTightRegisters =
+      kFp8 || kStagesBias || kHasDropout || kDv > 256 || (kConsumerWarpgroups == 3 && (kAlibiByWgmma || kD > 128));
   static constexpr int kMostSkipped =
       kHasDataMask || kSameBits || kTightRegisters ? 0 : ((kConsumerWarpgroups - 1) * 64 + kKeys - 1) / kKeys;
   static constexpr bool kSkipsAtEnd = kMostSkipped > 0 && 2 * kMostSkipped <= kStages;
@@ -130,13 +131,8 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t work_empty(int n) const { return base + offsetof(Storage, work_empty) + n * 8; }
   __device__ __forceinline__ uint32_t work_request() const { return base + offsetof(Storage, work_request); }
   __device__ __forceinline__ WorkTile &work_tile(int n) const { return work_tiles[n]; }
-  __device__ __forceinline__ WindowTiles &window_tiles(int n, int wg) const { return storage().window_tiles[n][wg]; }
-  // How many KV tiles at the left end of a window the warpgroup skips.
-  __device__ __forceinline__ int skipped(int n, int wg) const { return C::kMostSkipped > 0 ? window_tiles(n, wg).skipped : 0; }
-  // The KV tile of iteration i of a consumer warpgroup, without masks as data.
-  __device__ __forceinline__ int kv_tile(int n, int wg, int i) const {
-    const WorkTile &t = work_tile(n);
-    return t.kv_tile(C::kMostSkipped > 0 && i < t.masked_end[wg] ? i - skipped(n, wg) : i);
+  __device__ __forceinline__ WindowTiles window_tiles(int n, int wg) const {
+    return C::kMostSkipped > 0 ? storage().window_tiles[n][wg] : WindowTiles();
   }
 
   // With masks as data: the KV tiles of the work tile in stage n, and the first key of a KV tile in stage n of K.

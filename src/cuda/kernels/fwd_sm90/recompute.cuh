@@ -196,15 +196,15 @@ class Recompute {
 
   // The KV tiles with masked pairs: by their number in the main loop, or with masks as data those of a range.
   struct TilesByNumber {
-    const Recompute &r;
-    const int work_stage;
     const WorkTile &t;
+    const int wg;
+    const WindowTiles window;
     __device__ __forceinline__ TilesByNumber(const Recompute &r, int work_stage, int)
-        : r(r), work_stage(work_stage), t(r.smem_.work_tile(work_stage)) {}
+        : t(r.smem_.work_tile(work_stage)), wg(r.at_.wg), window(r.smem_.window_tiles(work_stage, wg)) {}
     __device__ __forceinline__ int begin(int wg) const { return t.begin[wg]; }
     __device__ __forceinline__ int end(int wg) const { return C::kMasksByScore ? t.kv_tiles : t.masked_end[wg]; }
     __device__ __forceinline__ bool is_masked(int) const { return true; }
-    __device__ __forceinline__ int kv_tile(int i) const { return r.smem_.kv_tile(work_stage, r.at_.wg, i); }
+    __device__ __forceinline__ int kv_tile(int i) const { return t.kv_tile(window.loaded(i, t.masked_end[wg])); }
   };
   struct TilesOfRange {
     const DataMask &mask;

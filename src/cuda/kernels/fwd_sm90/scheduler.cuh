@@ -177,34 +177,31 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   if (lane < kConsumerWarpgroups) {
     const KeyRange mine{max(row0 + lane * 64, 0), min(row0 + lane * 64 + 64, seqlen_q)};
     const KeyRange my_keys = diagonal.visible_keys(mine), my_interior = tiles_inside<kKeys>(diagonal.interior_keys(mine));
-    int begin = all.size(), masked_end = begin, skipped = 0, full_begin = 0, full_end = 0;
+    int begin = all.size(), masked_end = begin;
+    WindowTiles window;
     if constexpr (C::kSameBits) {
       const KeyRange tiles = my_keys.empty() ? KeyRange{all.end, all.end} : tiles_touching<kKeys>(my_keys);
       begin = tiles.begin - all.begin;
       smem.segment_tiles(stage, lane) = {tiles.begin, tiles.end, my_interior.begin, my_interior.end};
     } else if (!my_keys.empty()) {
-      const KeyRange tiles = tiles_touching<kKeys>(my_keys);
-      // Masked tiles of both ends, or all tiles.
-      const int masked = left_masked + right_masked;
-      if (C::kSkipsAtEnd || (C::kMostSkipped > 0 && !interior.empty())) skipped = tiles.begin - all.begin;
-      begin = all.end - tiles.end + skipped;
-      if (left_masked > 0 || my_interior.empty() || my_interior.begin > all.begin) {
-        masked_end = masked;
-        if (!my_interior.empty()) {
-          full_begin = all.end - my_interior.end + skipped;
-          full_end = masked - my_interior.begin + all.begin + skipped;
-        }
-      } else {
+      begin = all.end - tiles_touching<kKeys>(my_keys).end;
+      if (left_masked > 0) {
+        masked_end = left_masked + right_masked;
+      } else if (!my_interior.empty() && my_interior.begin <= all.begin) {
         masked_end = all.end - my_interior.end;
       }
-      if (begin == masked_end) skipped = 0;  // before the first iteration
+      if (C::kMostSkipped > 0 && !a.limits.unlimited_left() && masked_end == left_masked + right_masked) {
+        int skipped = C::kSkipsAtEnd || !interior.empty() ? my_keys.begin / kKeys - all.begin : 0;
+        begin += skipped;
+        const int full_begin = all.end - my_interior.end + skipped,
+                  full_end = masked_end - my_interior.begin + all.begin + skipped;
+        if (begin == masked_end) skipped = 0;  // before the first iteration
+        window = my_interior.empty() ? WindowTiles(skipped, 0, 0) : WindowTiles(skipped, full_begin, full_end - full_begin);
+      }
     }
     t.begin[lane] = begin;
     t.masked_end[lane] = C::kAlibiByWgmma && masked_alone ? all.size() : masked_end;
-    if constexpr (C::kMostSkipped > 0) {
-      smem.window_tiles(stage, lane) = {static_cast<uint8_t>(skipped), static_cast<uint8_t>(full_begin),
-                                        static_cast<uint8_t>(full_end)};
-    }
+    if constexpr (C::kMostSkipped > 0) smem.storage().window_tiles[stage][lane] = window;
   }
   return has_work;
 }

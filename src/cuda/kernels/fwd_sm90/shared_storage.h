@@ -41,10 +41,23 @@ struct ForwardWorkTile {
   }
 };
 
-// Where some KV tiles at the left end of a window are seen by the rows above alone: how many of them a consumer warpgroup skips before iteration masked_end. It skips
-// begin - skipped tiles at the right end before its first iteration. Its rows see all of the KV tiles of iterations [full_begin, full_end), although other rows do not.
-struct WindowTiles {
-  uint8_t skipped, full_begin, full_end;
+// What a window shows the rows of one consumer warpgroup. All 0 where keys are not limited to the left.
+class WindowTiles {
+ public:
+  WindowTiles() = default;
+  FA_HD WindowTiles(int skipped, int full_begin, int full)
+      : word_(static_cast<uint32_t>(skipped) | static_cast<uint32_t>(full_begin) << 8 | static_cast<uint32_t>(full) << 16) {}
+
+  // KV tiles at the left end that only the rows above see. The warpgroup skips them before iteration masked_end. Before its first iteration it skips begin - skipped() KV
+  // tiles at the right end.
+  FA_HD int skipped() const { return static_cast<int>(word_ & 0xFF); }
+  // Whether the rows see all keys of iteration i < masked_end, as other rows do not.
+  FA_HD bool shows_all(int i) const { return static_cast<uint32_t>(i) - (word_ >> 8 & 0xFF) < word_ >> 16; }
+  // The number of the KV tile of iteration i, in the order in which they are loaded.
+  FA_HD int loaded(int i, int masked_end) const { return i < masked_end ? i - skipped() : i; }
+
+ private:
+  uint32_t word_ = 0;  // skipped, the first iteration that shows all, and their number
 };
 
 // With masks as data: where a work tile's KV tiles stand in the cell map (masked_tiles.cuh).
