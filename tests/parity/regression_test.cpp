@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Failures that attention libraries have shipped, each as a test of its own.
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <map>
@@ -89,6 +90,35 @@ TEST_P(Regression, OneScoreAtTheEndOfTheRangeOfP) {
       const std::pair key{dtype, logit};
       if (made.count(key) == 0) made.emplace(key, make_data(c, fill));
       EXPECT_TRUE(check(backend(), made.at(key))) << logit;
+    }
+  }
+}
+
+// Softcap's whole range, from -softcap to softcap, within a row: P relative to the scores of most keys fits fp32, or is just beyond.
+TEST_P(Regression, SoftcapFromOneEndToTheOther) {
+  static std::map<std::array<int64_t, 3>, Data> made;  // one reference for all backends
+  for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 128}) {
+      for (const int64_t softcap : {10, 40, 43, 50, 90, 300}) {
+        Case c;
+        c.seed = seed_for("ends of softcap");
+        c.dtype = dtype;
+        c.batch = c.heads_q = c.heads_k = 1;
+        c.head_dim = c.head_dim_v = head_dim;
+        c.q.seqlen = 400;
+        c.k.seqlen = 700;
+        c.softcap = static_cast<double>(softcap);
+        c.num_splits = 1;
+        c.backward = 0;
+        const double logit = 6 * c.softcap;  // tanh is 1 to fp32's accuracy
+        const auto fill = [&](Data &d) {
+          opposed(-logit)(d);
+          for (int64_t n = 0; n < head_dim; ++n) d.tensors[kK].set(d.element(kK, 0, 205, 0, n), logit);
+        };
+        const std::array<int64_t, 3> key{dtype, head_dim, softcap};
+        if (made.count(key) == 0) made.emplace(key, make_data(c, fill));
+        EXPECT_TRUE(check(backend(), made.at(key))) << softcap;
+      }
     }
   }
 }

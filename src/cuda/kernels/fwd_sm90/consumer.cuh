@@ -59,6 +59,10 @@ class Consumer {
   static constexpr bool kEarlyK = kSpareRegisters && C::kConsumerWarpgroups == 2 && !C::kHasBias;
   // Whether unmasked iterations make P with the current maximum, and raise it only if the sum of P is too large. Raising takes registers.
   static constexpr bool kDeferredMax = C::kDv <= 128 && !C::kHasScoreMod && !C::kHasScoreText;
+  // With softcap no score exceeds the cap. P relative to a maximum that is at most 2^kMostAbove below it fits fp32, and the maximum may be raised afterwards, as with
+  // kDeferredMax. Which warps may is known at run time (defers_).
+  static constexpr bool kBoundedScores = C::kDv <= 128 && C::kHasScoreMod && !C::kHasScoreText && !C::kMixtures;
+  static constexpr float kMostAbove = 120.f;
   // Whether unmasked iterations count the first key of their KV tiles, because they need it each time: to look it up takes 40 instructions and waits for shared
   // memory. With masks as data the producer warp gives it.
   static constexpr bool kCountsKeys = (C::kHasScoreMod || C::kHasScoreText || C::kHasDropout) && !C::kHasDataMask;
@@ -150,6 +154,10 @@ class Consumer {
       if (kEarlyK && i < kv_tiles) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
       if constexpr (C::kAlibiByWgmma) {
         if (i < kv_tiles) alibi_.move_to(t, first_key(t, i, /*released=*/false));
+      }
+      if constexpr (kBoundedScores) {
+        const float cap = p_.softcap > 0 && p_.alibi_slopes == nullptr ? a_.raw.factor : CUDART_INF_F;
+        defers_ = __all_sync(~0u, fminf(softmax_.max[0], softmax_.max[1]) >= cap - kMostAbove);
       }
       if constexpr (kCountsKeys) {
         if (i < kv_tiles) key0_ = t.kv_tile(i) * C::kKeys;
@@ -423,10 +431,14 @@ class Consumer {
       if constexpr (C::kHasMaxLogit) searches = __any_sync(~0u, head_max_.exceeds(sum));
       rescaled = searches && __any_sync(~0u, C::kFp8 ? !(fmaxf(sum[0], sum[1]) <= kMaxLaneSum)
                                                      : !(sum[0] + sum[1] <= (C::kHasDropout ? max_lane_sum() : kMaxRowSum)));
+    } else if constexpr (kBoundedScores) {
+      rescaled = !defers_ && softmax_.update_max(s_, scale(), rescale_threshold(), p_exponent());
+      softmax_.template exponentiate</*kMasked=*/false>(s_, scale(), sum);
+      rescaled |= defers_ && __any_sync(~0u, !(sum[0] + sum[1] <= kMaxRowSum));
     } else {
       rescaled = update_max_and_exponentiate();
     }
-    compute_before_wait(kDeferredMax ? sum[0] + sum[1] + softmax_.sum[0] : softmax_.sum[0] + softmax_.sum[1]);
+    compute_before_wait(kDeferredMax || kBoundedScores ? sum[0] + sum[1] + softmax_.sum[0] : softmax_.sum[0] + softmax_.sum[1]);
     wgmma_wait<0>();
     fence_operand(out_);
     fence_operand(p_operand_);
@@ -436,7 +448,9 @@ class Consumer {
       if (searches) head_max_.search(s_, softmax_.max);
     }
     if (rescaled) {
-      if constexpr (kDeferredMax) rescale_p(t, key0(/*released=*/true), sum);
+      if constexpr (kDeferredMax || kBoundedScores) {
+        if (kDeferredMax || defers_) rescale_p(t, key0(/*released=*/true), sum);
+      }
       scale_rows<OutFragment>(out_, softmax_.rescale);
     }
     if constexpr (C::kHasMaxLogit && kDeferredMax) {
@@ -761,7 +775,7 @@ class Consumer {
       // P is infinite, or m is so large that adding to it moves it in coarse steps.
       overflowed |= !(fmaxf(top, sum[r]) * softmax_.rescale[r] <= max_lane_sum());
     }
-    if (__any_sync(~0u, overflowed)) {
+    if (!kBoundedScores && __any_sync(~0u, overflowed)) {
       softmax_.rescale[0] = softmax_.rescale[1] = 1.f;
       sum[0] = sum[1] = 0.f;
       if constexpr (C::kHasBias) {
@@ -848,6 +862,7 @@ class Consumer {
   PipelineState<C::kQStages> q_;
   PipelineState<C::kStages> k_, v_;
   PipelineState<C::kWorkStages> work_;
+  bool defers_;                // kBoundedScores: unmasked iterations of the work tile make P with the current maximum
   int skipped_at_end_ = 0;     // KV tiles at its end that only other warpgroups saw
   bool masked_only_ = false;  // the previous work tile had only KV tiles with masked pairs
 };
