@@ -123,7 +123,7 @@ class Consumer {
         if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
         if constexpr (C::kHasMaxLogit) head_max_.begin();
         if constexpr (C::kHasDropout) dropout_.begin(t, smem_.dropout_tile(work_.stage()));
-        for (int n = window.skipped(); n < begin; ++n) skip_k();
+        skip_k(begin - window.skipped() + skipped_at_end_);
       }
       int i = begin;
       if constexpr (C::kFewCopies) {
@@ -145,10 +145,6 @@ class Consumer {
         const int unmasked_begin = sm90::unmasked_begin(t, begin, masked_end);
 #pragma unroll 1
         for (; i < unmasked_begin; ++i) iteration(t, window, i, masked_end, kv_tiles, true, i == begin + 1, No{}, Yes{});
-      }
-      if constexpr (C::kSkipsAtEnd) {
-        skipped_at_end_ = masked_end == kv_tiles ? window.skipped() : 0;
-        for (int n = 0; n < skipped_at_end_; ++n) skip_k();
       }
       if constexpr (C::kHasMaxLogit && kDeferredMax) head_max_.set_limits(softmax_.max, smem_.max_logit_before(work_.stage()));
       if (kEarlyK && i < kv_tiles) mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
@@ -199,7 +195,6 @@ class Consumer {
     compute_pending_pv(single);
     mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
     v_.advance();
-    skip_values_at_end();
     finish_previous();
   }
 
@@ -215,10 +210,13 @@ class Consumer {
       mbarrier_arrive_if(at_.lane == 0, smem_.q_empty(q_.stage(), at_.wg));
       q_.advance();
     }
-    for (int i = 0; i < kv_tiles; ++i) {
-      skip_k();
-      skip_v();
+    // K and V by turns: the pipelines hold fewer than all.
+#pragma unroll 1
+    for (int n = kv_tiles + skipped_at_end_; n > 0; --n) {
+      skip_k(1);
+      skip_v(1);
     }
+    skipped_at_end_ = 0;
     __syncwarp();
     mbarrier_arrive_if(at_.lane == 0, smem_.work_empty(work_.stage()));
   }
@@ -235,24 +233,24 @@ class Consumer {
     }
   }
 
-  // Skips a KV tile that only other warpgroups see. It waits for the load first: an arrival before that would count for the phase before.
-  __device__ __forceinline__ void skip_k() {
-    mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
-    mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
-    k_.advance();
-  }
-  __device__ __forceinline__ void skip_v() {
-    mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
-    mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
-    v_.advance();
-  }
-
-  // V of the KV tiles with which the previous work tile ended.
-  __device__ __forceinline__ void skip_values_at_end() {
-    if constexpr (C::kSkipsAtEnd) {
-      for (int n = 0; n < skipped_at_end_; ++n) skip_v();
+  // Skips KV tiles that only other warpgroups see. It waits for each load first: an arrival before that would count for the phase before.
+  __device__ __forceinline__ void skip_k(int tiles) {
+#pragma unroll 1
+    for (; tiles > 0; --tiles) {
+      mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
+      mbarrier_arrive_if(at_.lane == 0, smem_.k_empty(k_.stage()));
+      k_.advance();
     }
   }
+  __device__ __forceinline__ void skip_v(int tiles) {
+#pragma unroll 1
+    for (; tiles > 0; --tiles) {
+      mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
+      mbarrier_arrive_if(at_.lane == 0, smem_.v_empty(v_.stage()));
+      v_.advance();
+    }
+  }
+
 
   // Zeroes the rows of V past the end of the sequence in a work tile's first KV tile. They belong to unused memory or to the next sequence,
   // and may hold NaN. Every warpgroup zeroes all of them, so that none waits for another.
@@ -305,15 +303,15 @@ class Consumer {
       v_.advance();
     }
     if (first) {
-      if (has_pv) {
-        skip_values_at_end();
-        finish_previous();
-      }
-      for (int n = window.skipped(); has_qk && n < i; ++n) skip_v();
+      if (has_pv) finish_previous();
       masked_only_ = masked_end == kv_tiles;
+      if (has_qk) {
+        skip_v(i - window.skipped() + skipped_at_end_);
+        if constexpr (C::kSkipsAtEnd) skipped_at_end_ = masked_only_ ? window.skipped() : 0;
+      }
     } else {
       if (i == masked_end) {
-        for (int n = 0; n < window.skipped(); ++n) skip_v();
+        skip_v(window.skipped());
         if (!C::kMasksByScore) make_nan_safe(work_.stage());
       }
       if (rescaled) scale_rows<OutFragment>(out_, softmax_.rescale);
@@ -336,7 +334,7 @@ class Consumer {
     const int n = window.loaded(i, masked_end);
     const bool masked = i < masked_end && !window.shows_all(i);
     uint32_t visible[2];
-    for (int m = 0; !first && i == masked_end && m < window.skipped(); ++m) skip_k();
+    if (!first && i == masked_end) skip_k(window.skipped());
     mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     // Masks as data take many registers. S is not in use yet.
     constexpr bool kAsksBesideS = C::kHasDataMask ? ScoreText::kMasksAlone && !ScoreText::kAlone : kSpareRegisters;

@@ -54,7 +54,7 @@ class SegmentConsumer : private Consumer<C> {
       }
       if (t.row0 + C::kRows > t.seqlen_q) epilogue_.store_unused_rows(t);
       mbarrier_wait(smem_.q_full(q_.stage(), at_.wg), q_.phase());
-      for (int n = 0; n < begin; ++n) Base::skip_k();
+      Base::skip_k(begin);
       int n = tiles.begin;
       bool fresh = true;  // no tile of the work tile has been computed
 #pragma unroll 1
@@ -62,7 +62,7 @@ class SegmentConsumer : private Consumer<C> {
         const bool unmasked = n >= tiles.inner_begin && n < tiles.inner_end, starts = fresh || n % kSegmentTiles == 0;
         iteration(t, n, !unmasked, starts, fresh, n + 1 == tiles.end);
         if (fresh) {
-          for (int i = 0; i < begin; ++i) Base::skip_v();
+          Base::skip_v(begin);
         }
         fresh = false;
         ++n;
@@ -73,7 +73,7 @@ class SegmentConsumer : private Consumer<C> {
         for (; n < end; ++n) unmasked_iteration(t, n, n + 1 == end, n + 1 == tiles.end);
       }
       skipped_ = t.first + t.kv_tiles - tiles.end;
-      for (int i = 0; i < skipped_; ++i) Base::skip_k();
+      Base::skip_k(skipped_);
       q_.advance();
       work_.advance();
     }
@@ -276,7 +276,7 @@ class SegmentConsumer : private Consumer<C> {
     epilogue_.store_rows(t, out_);
     __syncwarp();
     mbarrier_arrive_if(at_.lane == 0, smem_.work_empty(stage));
-    for (int i = 0; i < skipped_; ++i) Base::skip_v();
+    Base::skip_v(skipped_);
   }
 
   bool pending_ = false;         // out += P V of the last tile is still to be done
