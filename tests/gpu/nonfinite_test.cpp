@@ -161,6 +161,10 @@ std::vector<Shape> shapes() {
   add("CausalD96", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.head_dim = 96; });
   add("Window", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.heads_q = s.heads_k = 64, s.mask.window_left = 1000; });
   add("WindowD64", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.head_dim = 64, s.mask.window_left = 1000; });
+  add("WindowD256", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.head_dim = 256, s.mask.window_left = 500; });
+  add("NarrowWindow", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.mask.window_left = 100; });
+  add("NarrowWindowD64", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.head_dim = 64, s.mask.window_left = 100; });
+  add("WindowSoftcap", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.softcap = 20, s.mask.window_left = 400; });
   add("CausalSoftcap", 2160, 2300, FA_MASK_CAUSAL, [](Shape &s) { s.softcap = 20; });
   add("CausalPacked", 2160, 2160, FA_MASK_CAUSAL, [](Shape &s) { s.slots_q = s.slots_k = {2160}; });
   return all;

@@ -35,6 +35,16 @@ std::vector<Shape> shapes() {
   add("D128CausalFewerKeys", 8192, 4096, 128, [&](Shape &s) { s.mask = causal; });
   add("D128TopLeft", 4096, 8192, 128, [&](Shape &s) { s.mask = top_left, s.dtype = FA_FLOAT16; });
   add("D128CausalWindow16k", 16384, 16384, 128, [](Shape &s) { s.mask = {FA_MASK_CAUSAL, 1024, -1}; });
+  // Windows that no key of is seen by all rows of a work tile, and windows whose ends lie in different KV tiles for each warpgroup.
+  add("D64CausalWindow128", 8192, 8192, 64, [](Shape &s) { s.mask = {FA_MASK_CAUSAL, 128, -1}; });
+  add("D128NarrowWindow", 7000, 7100, 128, [](Shape &s) { s.mask = {FA_MASK_NONE, 90, 60}; });
+  add("D96CausalWindow", 5000, 5100, 96, [](Shape &s) { s.mask = {FA_MASK_CAUSAL, 777, -1}; });
+  add("D256CausalWindowHalf", 4000, 4100, 256, [](Shape &s) { s.dtype = FA_FLOAT16, s.mask = {FA_MASK_CAUSAL, 500, -1}; });
+  add("D128WindowOfPacked", 0, 0, 128, [](Shape &s) {
+    s.heads_q = 4, s.mask = {FA_MASK_CAUSAL, 300, -1};
+    s.slots_q = s.slots_k = {4096, 1, 3000, 0, 700};
+    s.used_k = {4096, 1, 2900, 0, 650};
+  });
   add("D128Decode", 1, 16384, 128, [](Shape &s) { s.heads_q = 8, s.batch = 2; });
   add("D128FewQueriesGrouped", 5, 12000, 128, [&](Shape &s) { s.heads_q = 8, s.mask = causal; });
   add("D256Causal", 4096, 4096, 256, [&](Shape &s) { s.heads_k = 1, s.mask = causal; });
