@@ -114,6 +114,9 @@ TEST_P(Regression, SoftcapFromOneEndToTheOther) {
         const auto fill = [&](Data &d) {
           opposed(-logit)(d);
           for (int64_t n = 0; n < head_dim; ++n) d.tensors[kK].set(d.element(kK, 0, 205, 0, n), logit);
+          // Out is that key's value, which unfused attention returns as it is, and one that rounds P may round once. The tolerance has room for that in all
+          // columns if one of them is larger.
+          d.tensors[kV].set(d.element(kV, 0, 205, 0, 0), 4);
         };
         const std::array<int64_t, 3> key{dtype, head_dim, softcap};
         if (made.count(key) == 0) made.emplace(key, make_data(c, fill));
