@@ -271,6 +271,7 @@ class Consumer {
   __device__ __forceinline__ void clear_v_rows(int used) const {
     if (used >= C::kKeys) return;
     const uint32_t v = smem_.v(v_.stage());
+#pragma unroll 1
     for (int n = used * 8 + (threadIdx.x & 127); n < C::kKeys * 8; n += 128)
 #pragma unroll
       for (int s = 0; s < C::kVAtoms; ++s) st_shared_16(v + s * C::kKeys * 128 + n * 16, 0, 0, 0, 0);

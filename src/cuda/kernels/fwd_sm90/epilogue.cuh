@@ -60,6 +60,7 @@ class Epilogue {
     const float *sink = sink_of(p_, t.head_q);
     const float lse = sink != nullptr ? *sink : -CUDART_INF_F;
     const int row0 = t.row0 + at_.wg * 64;
+#pragma unroll 1
     for (int row = max(row0, 0) + at_.warp; row < min(row0 + 64, t.seqlen_q); row += 4) store_row(t, row, lse);
   }
   // The rows of store_unused_rows(), and with `empty` those of store_empty_rows(), by the same code.
@@ -77,6 +78,7 @@ class Epilogue {
   }
   // Rows beyond the sequence's used length: out = 0, lse = -inf.
   __device__ __forceinline__ void store_unused_rows(const WorkTile &t) const {
+#pragma unroll 1
     for (int row = max(t.row0, t.seqlen_q) + at_.wg * 4 + at_.warp; row < t.unused_end; row += C::kConsumerWarpgroups * 4)
       store_row(t, row, -CUDART_INF_F);
   }

@@ -189,6 +189,7 @@ class Producer {
       q.advance();
     }
     if constexpr (C::kMixtures) load_mixture_bias(t, range->batch, last_k);
+#pragma unroll 1
     for (int i = 0; i < t.kv_tiles; ++i) {
       const int visible_tile = last_k;
       if (i + 1 < t.kv_tiles) load_next_k(i + 1);
