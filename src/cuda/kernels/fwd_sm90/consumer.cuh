@@ -59,8 +59,8 @@ class Consumer {
   static constexpr bool kEarlyK = kSpareRegisters && C::kConsumerWarpgroups == 2 && !C::kHasBias;
   // Whether unmasked iterations make P with the current maximum, and raise it only if the sum of P is too large. Raising takes registers.
   static constexpr bool kDeferredMax = C::kDv <= 128 && !C::kHasScoreMod && !C::kHasScoreText;
-  // With softcap no score exceeds the cap. P relative to a maximum that is at most 2^kMostAbove below it fits fp32, and the maximum may be raised afterwards, as with
-  // kDeferredMax. Which warps may is known at run time (defers_).
+  // With softcap no score exceeds the cap. P relative to a maximum that is at most kMostAbove below it, in base 2, fits fp32, and the maximum may be raised afterwards, as
+  // with kDeferredMax. Whether a warp's maxima are that large is known at run time (defers_).
   static constexpr bool kBoundedScores = C::kDv <= 128 && C::kHasScoreMod && !C::kHasScoreText && !C::kMixtures;
   static constexpr float kMostAbove = 120.f;
   // Whether unmasked iterations count the first key of their KV tiles, because they need it each time: to look it up takes 40 instructions and waits for shared
