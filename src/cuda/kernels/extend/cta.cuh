@@ -59,7 +59,8 @@ struct Config {
   static constexpr int kTotalsOffset = segment_totals_offset<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>();
   static constexpr int kSharedBytes = storage_bytes_of<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>(kSameBits);
   static_assert(!kSameBits || kKvTile == kSegmentTileKeys);
-  static_assert(kKvTile == 128 && kWarpKeys % kRun == 0 && kWarpKeys <= 32 && k8BitKv == (kStages8Bit > 0));
+  static constexpr bool kHoldsQ = holds_q_in_registers(kD);  // in registers
+  static_assert(kWarpKeys % kRun == 0 && kWarpKeys <= 32 && k8BitKv == (kStages8Bit > 0));
 };
 
 template <class C>
@@ -76,6 +77,13 @@ class Cta {
   __device__ __forceinline__ int lane() const { return lane_; }
 
   __device__ __forceinline__ uint32_t tile(int stage) const { return smem_ + stage * C::kTileBytes; }
+  // Q of a warpgroup, where it is not in registers.
+  __device__ __forceinline__ uint32_t q(int wg) const {
+    if constexpr (C::kHoldsQ)
+      return 0;
+    else
+      return smem_ + offsetof(typename C::Storage, q) + wg * static_cast<int>(sizeof(C::Storage::q.rows[0]));
+  }
   // mbarriers.
   __device__ __forceinline__ uint32_t full(int stage) const { return smem_ + offsetof(typename C::Storage, full) + stage * 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const {

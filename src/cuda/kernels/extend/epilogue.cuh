@@ -165,12 +165,12 @@ class Epilogue {
       scale_row<OutFragment>(out_, r, scale);
     }
     // Two at a time: each waits for L2.
-#pragma unroll 2
+#pragma unroll(C::kHoldsQ ? 2 : 1)
     for (int i = 0; i < num_partials; ++i) {
       const float4 *from = partial_out(first_partial + i);
-      float4 x[C::kD / 8];
+      float4 x[kLoads];
 #pragma unroll
-      for (int j = 0; j < C::kD / 8; ++j) x[j] = __ldcg(from + j * 32);
+      for (int j = 0; j < kLoads; ++j) x[j] = __ldcg(from + j * 32);
       float scale[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -179,11 +179,17 @@ class Epilogue {
         softmax_.sum[r] = fmaf(scale[r], stats.y, softmax_.sum[r]);
       }
 #pragma unroll
-      for (int j = 0; j < C::kD / 8; ++j) add_scaled(out_, j, scale, x[j]);
+      for (int j = 0; j < C::kD / 8; ++j) {
+        add_scaled(out_, j, scale, x[j % kLoads]);
+        if (j + kLoads < C::kD / 8) x[j % kLoads] = __ldcg(from + (j + kLoads) * 32);
+      }
     }
   }
 
  private:
+  // Loads in flight of merge_partials(): wide heads have no registers for all at once.
+  static constexpr int kLoads = C::kHoldsQ ? C::kD / 8 : 8;
+
   const Cta<C> &cta_;
   const WarpRows<C> &rows_;
   float (&out_)[C::kD / 2];

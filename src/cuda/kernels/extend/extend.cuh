@@ -44,6 +44,7 @@ class Consumer {
   using Element = typename C::Element;
   using KvElement = typename C::KvElement;
   static constexpr int kQSteps = C::kD / 16, kScores = C::kKvTile / 2;  // kScores: per thread
+  static constexpr int kQAtomBytes = kWarpgroupRows * 128;              // where Q is in shared memory
 
   using Fragment = typename Epilogue<C>::Fragment;
   using OutFragment = typename Epilogue<C>::OutFragment;
@@ -73,7 +74,11 @@ class Consumer {
       for (int n = rows_.work->kv_tile; n < rows_.work->kv_tile_end; ++n) skip_kv_tile();
       return;
     }
-    load_q();
+    if constexpr (C::kHoldsQ) {
+      load_q();
+    } else {
+      load_q_to_smem();
+    }
     if constexpr (C::kSameBits) {
       SegmentFold<C>(cta_, rows_).begin_work_unit();
       discard();
@@ -172,7 +177,7 @@ class Consumer {
     const bool ordered = kWarpgroupsAlternate && rows_.work->rows > kWarpgroupRows;
     if (ordered) mbarrier_wait(cta_.wg_order(rows_.wg), (vote_and_order_ & 1) ^ (rows_.wg == 0));
     fence_operand(s_);
-    fence_operand(q_);
+    if constexpr (C::kHoldsQ) fence_operand(q_);
     if (kHasPv) {
       fence_operand(out_);
       fence_operand(p_frag_);
@@ -282,6 +287,36 @@ class Consumer {
       }
   }
 
+  // The same to shared memory, for the warpgroup.
+  __device__ __forceinline__ void load_q_to_smem() const {
+    const Element *q = static_cast<const Element *>(cta_.problem().q.data) + rows_.work->batch * cta_.problem().q.batch_stride +
+                       rows_.work->q_start * cta_.problem().q.seq_stride;
+    const int quad = cta_.lane() & 3;
+    named_barrier(1 + rows_.wg, 128);  // the other warps no longer read that of the work unit before
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = rows_.row_of(r);
+      const bool exists = row < rows_.work->rows;
+      const Element *from = exists ? q + rows_.token_of(row) * cta_.problem().q.seq_stride +
+                                         rows_.head_of(row) * cta_.problem().q.head_stride + quad * 8
+                                   : q;
+      const int columns = exists ? static_cast<int>(cta_.problem().head_dim) - quad * 8 : 0;
+      const uint32_t to = cta_.q(rows_.wg) + (row & 63) * 128;
+#pragma unroll
+      for (int n = 0; n < C::kD / 32; ++n) {
+        const uint4 x = n * 32 < columns ? __ldcg(reinterpret_cast<const uint4 *>(from + n * 32)) : uint4{0, 0, 0, 0};
+        st_shared_16(to + n / 2 * kQAtomBytes + ((n % 2 * 4 + quad ^ (row & 7)) << 4), x.x, x.y, x.z, x.w);
+      }
+    }
+    fence_proxy_async();
+    named_barrier(1 + rows_.wg, 128);
+  }
+  // Q of this warp's rows and 16 columns from 16 `step` on, as A operand of mma, where it is in shared memory.
+  __device__ __forceinline__ void load_q_fragment(int step, uint32_t (&a)[4]) const {
+    const int lane = opaque(cta_.lane()), row = rows_.warp * 16 + (lane & 15), vector = 2 * step + (lane >> 4);
+    ldmatrix_x4(a, cta_.q(rows_.wg) + vector / 8 * kQAtomBytes + row * 128 + ((vector % 8 ^ (row & 7)) << 4));
+  }
+
   // Converts a quad's row from bf16 to fp16 with a power of two. Returns what undoes it.
   __device__ __forceinline__ float convert_q_row(uint4 (&x)[C::kD / 32]) const {
     uint32_t top = 0;
@@ -301,8 +336,15 @@ class Consumer {
   __device__ __forceinline__ void issue_qk(uint32_t tile) {
     const uint64_t k = descriptor_k_major(tile);
 #pragma unroll
-    for (int n = 0; n < kQSteps; ++n)
-      wgmma_rs_k<Element>(s_, q_[n], advance_descriptor(k, n / 4 * C::kAtomBytes + n % 4 * 32), n > 0);
+    for (int n = 0; n < kQSteps; ++n) {
+      const uint64_t columns = advance_descriptor(k, n / 4 * C::kAtomBytes + n % 4 * 32);
+      if constexpr (C::kHoldsQ) {
+        wgmma_rs_k<Element>(s_, q_[n], columns, n > 0);
+      } else {
+        Wgmma<Element, C::kKvTile>::ss_k_k(
+            s_, advance_descriptor(descriptor_k_major(cta_.q(rows_.wg)), n / 4 * kQAtomBytes + n % 4 * 32), columns, n > 0);
+      }
+    }
     wgmma_commit();
   }
 
@@ -399,9 +441,15 @@ class Consumer {
         const KvElement *from = key + 16 * advance;
         const uint32_t x[2] = {16 * advance < columns ? load_pair(from) : 0,
                                16 * advance + 8 < columns ? load_pair(from + 8) : 0};
+        if constexpr (C::kHoldsQ) {
 #pragma unroll
-        for (int n = 0; n < kQSteps; ++n)
-          if (n == advance) mma_16816<Element>(recomputed, q_[n], x[0], x[1]);
+          for (int n = 0; n < kQSteps; ++n)
+            if (n == advance) mma_16816<Element>(recomputed, q_[n], x[0], x[1]);
+        } else {
+          uint32_t q[4];
+          load_q_fragment(advance, q);
+          mma_16816<Element>(recomputed, q, x[0], x[1]);
+        }
       }
 #pragma unroll
       for (int n = 0; n < kScores; ++n)
@@ -469,7 +517,7 @@ class Consumer {
   static constexpr bool kWarpgroupsAlternate = C::kConsumerWarpgroups == 2;
   bool p_pending_, out_empty_;  // P of a tile waits for its P V; out has nothing in it yet
   bool max_settled_;            // all rows have seen a tile, so that lazy rescaling may begin
-  uint32_t q_[kQSteps][4];
+  uint32_t q_[C::kHoldsQ ? kQSteps : 1][4];
   float s_[kScores];
   uint32_t p_frag_[C::kRuns][4];
 };

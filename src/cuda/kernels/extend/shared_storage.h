@@ -13,6 +13,14 @@ constexpr int32_t kWarpRows = 16;       // of a consumer warp
 constexpr int32_t kProducerWarps = 4;
 constexpr int32_t kDescriptorBytes = 96;  // of a WorkUnitDescriptor
 
+// Wide heads: Q of every warpgroup, which has no registers for it beside out, as swizzle atoms.
+constexpr bool holds_q_in_registers(int head_dim) { return head_dim <= 128; }
+template <int kHeadDim, int kWarpgroups>
+struct QueryTiles {
+  alignas(1024) uint16_t rows[kWarpgroups][kHeadDim / 64][kWarpgroupRows][64];
+};
+struct NoQueryTiles {};
+
 // K and V tiles take one stage each in turn, as swizzle atoms of 64 columns. uint64_t members are mbarriers.
 template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>
 struct SharedStorage16Bit {
@@ -23,6 +31,7 @@ struct SharedStorage16Bit {
   uint64_t wg_order[kWarpgroups];        // a warpgroup may issue its wgmmas (ping-pong)
   uint32_t nan_flag[kWarpgroups][2];     // the results of this NaN vote and of the previous one
   alignas(8) char descriptor[2][kDescriptorBytes];
+  std::conditional_t<holds_q_in_registers(kHeadDim), NoQueryTiles, QueryTiles<kHeadDim, kWarpgroups>> q;
 };
 // 8-bit KV is loaded into a pipeline of its own and widened into the 16-bit one.
 template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>

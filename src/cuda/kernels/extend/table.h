@@ -39,6 +39,8 @@ struct Shape {
   X(d64p, 64, 2, 128, 14, 0, true, false)  \
   X(d128, 128, 2, 128, 7, 0, false, false) \
   X(d128p, 128, 2, 128, 7, 0, true, false) \
+  X(d256, 256, 2, 64, 5, 0, false, false)  \
+  X(d256p, 256, 2, 64, 5, 0, true, false)  \
   X(d64s, 64, 2, 128, 12, 0, false, true)  \
   X(d64sp, 64, 2, 128, 12, 0, true, true)  \
   X(d128s, 128, 2, 128, 5, 0, false, true) \
