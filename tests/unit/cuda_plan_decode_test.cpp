@@ -309,7 +309,8 @@ TEST(CudaPlan, DecodeKernels) {
   EXPECT_EQ(name(1, 96, h200()), "decode_fwd_bf16_d128_8_split");
   EXPECT_EQ(name(1, 136, h200()), "decode_fwd_bf16_d256_8_split");
   EXPECT_EQ(name(2, 136, h200()), "decode_fwd_bf16_d256_16_split");
-  EXPECT_EQ(name(9, 256, h200()), "sm80_fwd_bf16_d256_split");
+  EXPECT_EQ(name(9, 256, h200()), "extend_fwd_bf16_d256p_split");
+  EXPECT_EQ(name(9, 256, plain_90), "sm80_fwd_bf16_d256_split");
   Device a100 = h200();
   a100.shared_bytes = 163 * 1024;
   EXPECT_EQ(name(1, 128, a100), "decode_fwd_bf16_d128_16s_split");
@@ -482,7 +483,7 @@ TEST(CudaPlan, ExtendKernels) {
       {"bias", [](MaskedProblem &q) { set_bias(q); }},
       {"dropout", [](MaskedProblem &q) { q.dropout.threshold = 1; }},
       {"rows that are not whole 16-byte vectors", [](MaskedProblem &q) { q.head_dim = q.head_dim_v = 124; }},
-      {"head_dim 136", [](MaskedProblem &q) { q.head_dim = 136; }},
+      {"head_dim 264", [](MaskedProblem &q) { q.head_dim = 264; }},
       {"a sequence's own queries unknown, batch-invariant",
        [](MaskedProblem &q) { q.batch_invariant = true, q.q_lengths.cu = &unreadable; }},
   };

@@ -587,9 +587,7 @@ struct BackwardCta : BackwardWork<C> {
       const int first = max(work().key0, work().seqlen_k);
       const int end =
           work().key0 / C::kTileKv == params.order.row_blocks - 1 ? seq_slot : min(work().key0 + C::kTileKv, seq_slot);
-#pragma unroll 1
       for (int key = first; key < end; ++key) {
-#pragma unroll 1
         for (int column = thread; column < columns; column += threads) base[key * t.seq_stride + column] = 0;
       }
       return;
@@ -645,7 +643,6 @@ struct BackwardCta : BackwardWork<C> {
   __device__ __forceinline__ void zero_rows(const Operand &t, Element *base, int columns, bool vectors, int first, int seq_slot,
                                             int thread, int threads) const {
     constexpr int kVectors = kColumns / 8;
-#pragma unroll 1
     for (int n = thread; n < (seq_slot - first) * kVectors; n += threads) {
       const int column = n % kVectors * 8;
       store_elements(base + (first + n / kVectors) * t.seq_stride + column, {0, 0, 0, 0}, columns - column, vectors);
