@@ -155,13 +155,17 @@ def grid(section: str, direction: str, quick: bool) -> List[Case]:
     return rows
 
 
+# Prompts over a cache in pages, and parts of prompts, as served models have them: queries, keys, rows of a page.
+SERVED_PROMPTS = [(q, k, page) for q, k in ((4096, 4096), (512, 16384)) for page in (16, 64)]
+
+
 def dims(quick: bool) -> List[Case]:
     shapes = [(192, 128, 32, 32), (192, 0, 16, 16), (96, 0, 16, 16), (128, 0, 64, 8)]
     return [
         square("dims", direction, d, causal, n, heads, heads_k, head_dim_v=d_v)
         for direction in ("forward", "backward") for d, d_v, heads, heads_k in shapes for causal in (False, True)
         for n in ((2048,) if quick else (2048, 8192))
-    ]
+    ] + [Case("dims", "forward", 256, True, q, k, 4, 16, 8, page=page) for q, k, page in SERVED_PROMPTS]
 
 
 def wide(quick: bool) -> List[Case]:
@@ -171,8 +175,7 @@ def wide(quick: bool) -> List[Case]:
         Case("wide", direction, d, causal, n, n, 8192 // n, 8, 8)
         for direction in ("forward", "backward") for d, causal, n in rows
     ]
-    # Prompts over a cache in pages, and parts of prompts, as served models have them.
-    shapes = [(512, 4096, 4096, 64)] if quick else [(d, *queries, page) for d in (384, 512) for queries in ((4096, 4096), (512, 16384)) for page in (16, 64)]
+    shapes = [(512, 4096, 4096, 64)] if quick else [(d, *prompt) for d in (384, 512) for prompt in SERVED_PROMPTS]
     return square_rows + [Case("wide", "forward", d, True, q, k, 4, 16, 2, page=page) for d, q, k, page in shapes]
 
 
@@ -262,6 +265,7 @@ def decode(quick: bool) -> List[Case]:
     rows += [paged(8, 8192), paged(128, 8192)] + [paged(32, 8192, page) for page in (0, 1, 64, 256)]
     rows += [paged(b, n, tokens=tokens) for b, n in ((1, 131072), (32, 8192)) for tokens in (2, 4, 8, 16)]
     rows += [paged(128, 8192, head_dim=256, heads=32, heads_k=2), paged(64, 8192, head_dim=64, heads=32)]
+    rows += [paged(32, 8192, tokens=tokens, head_dim=256, heads=32, heads_k=2) for tokens in (4, 16)]
     rows += [paged(b, 8192, page, head_dim=512, heads=16, heads_k=2) for b, page in ((32, 16), (32, 0), (1, 16))]
     rows += [paged(b, 8192, page, tokens=4, head_dim=512, heads=16, heads_k=2) for b, page in ((32, 16), (32, 64), (32, 0), (1, 16))]
     rows += [paged(32, 8192, tokens=tokens, head_dim=512, heads=16, heads_k=2, option="e4m3") for tokens in (1, 4)]
