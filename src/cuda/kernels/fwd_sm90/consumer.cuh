@@ -210,7 +210,7 @@ class Consumer {
       mbarrier_arrive_if(at_.lane == 0, smem_.q_empty(q_.stage(), at_.wg));
       q_.advance();
     }
-    // K and V by turns: the pipelines hold fewer than all.
+    // One of each at a time: the pipelines hold fewer than all.
 #pragma unroll 1
     for (int n = kv_tiles + skipped_at_end_; n > 0; --n) {
       skip_k(1);
