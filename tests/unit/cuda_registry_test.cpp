@@ -135,7 +135,8 @@ TEST(CudaSelect, VariantsThatAreLeftOut) {
   long_prompt.page_size = 16;
   long_prompt.batch = 1;
   EXPECT_EQ(forward_name(long_prompt, h200()), "extend_fwd_bf16_d128p_split");
-  EXPECT_EQ(forward_name(long_prompt, device_without("extend_fwd_bf16_d128p")), "extend_fwd_bf16_d256p_split") << "more columns";
+  EXPECT_EQ(forward_name(long_prompt, device_without("extend_fwd_bf16_d128p")), "extend_fwd_bf16_d256p_split")
+      << "more columns";
   EXPECT_EQ(forward_name(long_prompt, device_without("extend")), "sm80_fwd_bf16_d128_split");
   // dbias beside a Hopper kernel is the second pass of another one.
   MaskedProblem biased = problem(1000, 1000, 128);

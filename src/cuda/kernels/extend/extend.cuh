@@ -4,7 +4,7 @@
 //
 // A CTA owns kRows rows of one KV head and loops over KV tiles of kKvTile keys. Four producer warps load K and V.
 // kConsumerWarpgroups warpgroups have 64 rows each; Q, S, P and out are in registers, and only K and V are in shared memory
-// (shared_storage.h has the map).
+// (shared_storage.h has the map). With head_dim above 128 Q is there, too.
 //
 //   producer     for every tile: wait for an empty stage, load K, then V; runs ahead across work units.
 //               Warp 0 writes the work descriptors
@@ -305,7 +305,7 @@ class Consumer {
 #pragma unroll
       for (int n = 0; n < C::kD / 32; ++n) {
         const uint4 x = n * 32 < columns ? __ldcg(reinterpret_cast<const uint4 *>(from + n * 32)) : uint4{0, 0, 0, 0};
-        st_shared_16(to + n / 2 * kQAtomBytes + ((n % 2 * 4 + quad ^ (row & 7)) << 4), x.x, x.y, x.z, x.w);
+        st_shared_16(to + n / 2 * kQAtomBytes + (((n % 2 * 4 + quad) ^ (row & 7)) << 4), x.x, x.y, x.z, x.w);
       }
     }
     fence_proxy_async();

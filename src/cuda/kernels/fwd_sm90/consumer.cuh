@@ -251,7 +251,6 @@ class Consumer {
     }
   }
 
-
   // Zeroes the rows of V past the end of the sequence in a work tile's first KV tile. They belong to unused memory or to the next sequence,
   // and may hold NaN. Every warpgroup zeroes all of them, so that none waits for another.
   __device__ __forceinline__ void clear_v_tail(int work_stage) const {
@@ -291,8 +290,8 @@ class Consumer {
   // tile before. `first_pv`: it is the first of its work tile. Without `has_qk` there is no KV tile i, and the previous work
   // tile is finished. First and HasQk are bool, or with C::kFewCopies unset Yes or No.
   template <typename First, typename HasQk>
-  __device__ __forceinline__ void iteration(const WorkTile &t, WindowTiles window, int i, int masked_end, int kv_tiles, bool has_pv,
-                                            bool first_pv, First first, HasQk has_qk) {
+  __device__ __forceinline__ void iteration(const WorkTile &t, WindowTiles window, int i, int masked_end, int kv_tiles,
+                                            bool has_pv, bool first_pv, First first, HasQk has_qk) {
     bool rescaled = false;
     if (has_qk) {
       rescaled = compute_p(t, window, i, masked_end, kv_tiles, has_pv, first_pv, first);
@@ -324,8 +323,8 @@ class Consumer {
   }
   // What an iteration computes. Returns whether the maximum has been raised.
   template <typename First>
-  __device__ __forceinline__ bool compute_p(const WorkTile &t, WindowTiles window, int i, int masked_end, int kv_tiles, bool has_pv,
-                                            bool first_pv, First first) {
+  __device__ __forceinline__ bool compute_p(const WorkTile &t, WindowTiles window, int i, int masked_end, int kv_tiles,
+                                            bool has_pv, bool first_pv, First first) {
     // Without a KV tile before, the wgmma runs on whatever V's stage holds, and its result is ignored: so all work tiles run the same code.
     const auto wait_v = [&] {
       if (!has_pv) return;
@@ -861,8 +860,8 @@ class Consumer {
   PipelineState<C::kQStages> q_;
   PipelineState<C::kStages> k_, v_;
   PipelineState<C::kWorkStages> work_;
-  bool defers_;                // kBoundedScores: unmasked iterations of the work tile make P with the current maximum
-  int skipped_at_end_ = 0;     // KV tiles at its end that only other warpgroups saw
+  bool defers_;               // kBoundedScores: unmasked iterations of the work tile make P with the current maximum
+  int skipped_at_end_ = 0;    // KV tiles at its end that only other warpgroups saw
   bool masked_only_ = false;  // the previous work tile had only KV tiles with masked pairs
 };
 
