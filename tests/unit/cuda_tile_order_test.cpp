@@ -10,11 +10,49 @@
 #include "cuda/host/planners.h"
 #include "cuda/kernels/bwd_sm90/cyclic_order.h"
 #include "cuda/kernels/bwd_sm90/split_tail.h"
+#include "cuda/kernels/fwd_sm90/shared_storage.h"
 #include "cuda/kernels/fwd_sm90/tile_order.h"
 #include "unit/cuda_plans.h"
 
 namespace fa::cuda {
 namespace {
+
+// Every KV tile of a forward work tile is loaded once: masked ones at the right end, masked ones at the left end, the others, each last key first.
+TEST(CudaTileOrder, KvTilesOfAWindow) {
+  sm90::ForwardWorkTile<3> t{};
+  t.first = 7;
+  for (t.left_masked = 0; t.left_masked < 5; ++t.left_masked) {
+    for (t.right_masked = 0; t.right_masked < 5; ++t.right_masked) {
+      for (int inner = t.left_masked > 0 ? 1 : 0; inner < 6; ++inner) {
+        t.kv_tiles = t.left_masked + t.right_masked + inner;
+        std::vector<int> expected;
+        for (int n = 1; n <= t.right_masked; ++n) expected.push_back(t.first + t.kv_tiles - n);
+        for (int n = 1; n <= t.left_masked; ++n) expected.push_back(t.first + t.left_masked - n);
+        for (int n = 1; n <= inner; ++n) expected.push_back(t.first + t.left_masked + inner - n);
+        for (int n = 0; n < t.kv_tiles; ++n) EXPECT_EQ(t.kv_tile(n), expected[static_cast<size_t>(n)]) << n;
+      }
+    }
+  }
+}
+
+TEST(CudaTileOrder, WhatAWindowShowsAWarpgroup) {
+  const sm90::WindowTiles nothing;
+  EXPECT_EQ(nothing.skipped(), 0);
+  for (int i = 0; i < 10; ++i) {
+    EXPECT_FALSE(nothing.shows_all(i)) << i;
+    EXPECT_EQ(nothing.loaded(i, 5), i);
+  }
+  const sm90::WindowTiles window(/*skipped=*/2, /*full_begin=*/3, /*full=*/4);
+  EXPECT_EQ(window.skipped(), 2);
+  for (int i = 2; i < 12; ++i) {
+    EXPECT_EQ(window.shows_all(i), i >= 3 && i < 7) << i;
+    EXPECT_EQ(window.loaded(i, 8), i < 8 ? i - 2 : i);
+  }
+  const sm90::WindowTiles largest(255, 255, 255);
+  EXPECT_EQ(largest.skipped(), 255);
+  EXPECT_TRUE(largest.shows_all(509));
+  EXPECT_FALSE(largest.shows_all(254) || largest.shows_all(510));
+}
 
 TEST(CudaTileOrder, L2HeadGroupsHaveOneSize) {
   const Device &device = kDevices[0].device;
