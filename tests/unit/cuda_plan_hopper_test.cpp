@@ -114,6 +114,16 @@ TEST(CudaPlanHopper, HopperKernels) {
   // Problems that TMA cannot read or whose keys are split are for the extend kernels, if these have room for the columns.
   const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> extending = {
       {"pages", [](MaskedProblem &p) { p.page_table = reinterpret_cast<const int32_t *>(&unreadable); }},
+      {"pages, head_dim 256",
+       [](MaskedProblem &p) {
+         p.head_dim = p.head_dim_v = 256;
+         p.page_table = reinterpret_cast<const int32_t *>(&unreadable);
+       }},
+      {"pages, head_dim 192, values of 128",
+       [](MaskedProblem &p) {
+         p.head_dim = 192, p.head_dim_v = 128;
+         p.page_table = reinterpret_cast<const int32_t *>(&unreadable);
+       }},
       {"splits", [](MaskedProblem &p) { p.num_splits = 2; }},
       {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = true; }},
       {"a stride that TMA cannot express", [](MaskedProblem &p) { p.v.batch_stride = int64_t{1} << 40; }},
