@@ -99,7 +99,7 @@ TEST_P(Regression, SoftcapFromOneEndToTheOther) {
   static std::map<std::array<int64_t, 3>, Data> made;  // one reference for all backends
   for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const int64_t head_dim : {64, 128}) {
-      for (const int64_t softcap : {10, 40, 43, 50, 90, 300}) {
+      for (const int64_t softcap : {40, 43, 50, 300}) {
         Case c;
         c.seed = seed_for("ends of softcap");
         c.dtype = dtype;
