@@ -35,7 +35,7 @@ std::vector<Shape> shapes() {
   add("D128CausalFewerKeys", 8192, 4096, 128, [&](Shape &s) { s.mask = causal; });
   add("D128TopLeft", 4096, 8192, 128, [&](Shape &s) { s.mask = top_left, s.dtype = FA_FLOAT16; });
   add("D128CausalWindow16k", 16384, 16384, 128, [](Shape &s) { s.mask = {FA_MASK_CAUSAL, 1024, -1}; });
-  // Windows that no key of is seen by all rows of a work tile, and windows whose ends lie in different KV tiles for each warpgroup.
+  // Windows in which no key is seen by all rows of a work tile, and windows whose ends lie in different KV tiles for each warpgroup.
   add("D64CausalWindow128", 8192, 8192, 64, [](Shape &s) { s.mask = {FA_MASK_CAUSAL, 128, -1}; });
   add("D128NarrowWindow", 7000, 7100, 128, [](Shape &s) { s.mask = {FA_MASK_NONE, 90, 60}; });
   add("D96CausalWindow", 5000, 5100, 96, [](Shape &s) { s.mask = {FA_MASK_CAUSAL, 777, -1}; });

@@ -73,8 +73,7 @@ struct ForwardConfig {
   // all of them, or the skipping warpgroup and the producer would wait for each other.
   static_assert((kConsumerWarpgroups - 1) * 64 <= kStages * kKeys);
   // How many KV tiles at one end of a work tile only other warpgroups see, at most. Where a work tile ends with skipped KV tiles and the next one begins with
-  // such, the pipeline of V has to hold both and the last one before them.
-  // 0 also where consumers have no registers to tell such KV tiles from others.
+  // such, the pipeline of V has to hold both and the last one before them. 0 also where consumers have no registers to tell such KV tiles from others.
   static constexpr bool kTightRegisters = kFp8 || kStagesBias || kHasDropout || kDv > 256 ||
                                           (kConsumerWarpgroups == 3 && (kAlibiByWgmma || kD > 128));
   static constexpr int kMostSkipped =

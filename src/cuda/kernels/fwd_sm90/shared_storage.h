@@ -27,8 +27,8 @@ struct ForwardWorkTile {
   int unused_end;                 // rows [seqlen_q, unused_end) are beyond the used length; the tile zeroes their out
   int first, kv_tiles;            // the tile sees KV tiles [first, first + kv_tiles); kv_tiles < 0: no more work
   int left_masked, right_masked;  // how many KV tiles at the left and at the right end contain masked pairs
-  // For the 64 rows of each consumer warpgroup, by iteration: the warpgroup sees iterations [begin, kv_tiles). Those before masked_end
-  // contain masked pairs.
+  // For the 64 rows of each consumer warpgroup, by iteration: the warpgroup does iterations [begin, kv_tiles). Those before masked_end
+  // contain masked pairs of some row of the work tile; WindowTiles says which do not of its own.
   int begin[kConsumerWarpgroups], masked_end[kConsumerWarpgroups];
 
   // The n-th KV tile that is loaded, without masks as data: first the masked tiles at the right end, then the masked tiles at the left end, then the unmasked
