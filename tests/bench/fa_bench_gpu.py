@@ -71,9 +71,9 @@ def quantised(case, t):
     """The tensor in the format of the case's cache: e4m3 as it is, int8 in units of 1/32."""
     import torch
 
-    if case.option not in cases.QUANTISED:
+    if not case.cache:
         return t
-    return (t * 32).clamp(-127, 127).to(torch.int8) if case.option.startswith("int8") else t.to(torch.float8_e4m3fn)
+    return (t * 32).clamp(-127, 127).to(torch.int8) if case.cache.startswith("int8") else t.to(torch.float8_e4m3fn)
 
 
 def contenders_of(case, context, before=None, alone=False):
@@ -94,7 +94,7 @@ def contenders_of(case, context, before=None, alone=False):
                                  listed=case.listed)
 
     # Decoding goes round among enough inputs that the L2 cache holds none of them.
-    sets = [inputs(case) for _ in range(min(8, -(-200_000_000 // case.key_bytes)) if case.section in ("decode", "listed") and case.seqlen_q < 16 else 1)]
+    sets = [inputs(case) for _ in range(min(8, -(-200_000_000 // case.key_bytes)) if case.section in ("decode", "listed", cases.SAME_BITS) and case.seqlen_q < 16 else 1)]
     contenders = {"ours": [ours(*tensors, case.option, case.deterministic) for tensors in sets]}
     if before is not None:
         contenders["before"] = [ours(*tensors, case.option, case.deterministic, before) for tensors in sets]
@@ -102,9 +102,10 @@ def contenders_of(case, context, before=None, alone=False):
     for tensors, mine in () if alone or case.direction == "jvp" else zip(sets, contenders["ours"]):
         for opponent in opponents.opponents(case, *tensors, cu, mine.bias, mine.block_mask):
             contenders.setdefault(opponent.name, []).append(opponent)
-    if (case.option or case.deterministic) and not alone:
-        plain = [inputs(dataclasses.replace(case, option="")) for _ in sets] if case.option in cases.QUANTISED else sets
-        contenders["plain"] = [ours(*tensors, "", False) for tensors in plain]
+    if (case.option or case.deterministic) and (not alone or case.section == cases.SAME_BITS):
+        without = " + ".join(option for option in case.option.split(" + ") if option != cases.SAME_BITS) if case.section == cases.SAME_BITS else ""
+        plain = [inputs(dataclasses.replace(case, option="")) for _ in sets] if case.cache and not without else sets
+        contenders["plain"] = [ours(*tensors, without, False) for tensors in plain]
     if cases.SCORES.get(case.option):
         contenders["same"] = [ours(*tensors, cases.SCORES[case.option], False) for tensors in sets]
     same = {"documents": "", "left": "starts", "bits": "", "bytes": ""}.get(case.option)

@@ -15,7 +15,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f, kNoMax = -1e30f, kLargestP = 0x1p64f,
                 kLargestSum = 64;
-constexpr int64_t kTile = 128, kSegment = 1024, kStep = 16;
+constexpr int64_t kSegment = 1024, kStep = 16;
 
 // The exponent of a number's leading bit as its format stores it: subnormal numbers have that of the smallest normal one.
 int exponent_of(double x, int smallest) { return std::max(std::ilogb(x), smallest); }
@@ -45,28 +45,103 @@ float step(const float *a, const float *b, int smallest, float sum) {
   return static_cast<float>(std::ldexp(std::trunc(std::ldexp(exact, -last_place)), last_place));
 }
 
-class Model {
+// A row and what both arithmetics have in common.
+class Row {
  public:
-  Model(const SameBitsProblem &p, const SameBitsSequence &s, int64_t row, int64_t head)
-      : p_(p), s_(s), row_(row), head_(head), scale_(1.0f / std::sqrt(static_cast<float>(p.head_dim))) {}
-
-  ModelRow compute() {
-    const int64_t end = p_.causal ? row_ + 1 : p_.rows;
-    const int64_t begin = p_.window_left < 0 ? 0 : std::max<int64_t>(row_ - p_.window_left, 0);
-    query_ = numbers(s_.q, row_, p_.heads_q, head_, p_.head_dim);
-    float max = kNoMax, sum = 0;
-    std::vector<float> out;
-    for (int64_t first = begin / kSegment * kSegment; first < end; first += kSegment) {
-      segment(first, std::max(begin, first), std::min(end, first + kSegment));
-      if (out.empty()) {
-        max = max_, sum = sum_, out = out_;
-        continue;
-      }
-      const float both = std::max(max, max_), before = exp2(max - both), added = exp2(max_ - both);
-      sum = std::fma(sum_, added, sum * before);
-      for (size_t c = 0; c < out.size(); ++c) out[c] = std::fma(out_[c], added, out[c] * before);
-      max = both;
+  Row(const SameBitsProblem &p, const SameBitsSequence &s, int64_t row, int64_t head)
+      : p_(p), s_(s), row_(row), head_(head), scale_(1.0f / std::sqrt(static_cast<float>(p.head_dim))) {
+    query_ = numbers(s_.q, p_.dtype, row_, p_.heads_q, head_, p_.head_dim);
+    if (bytes()) {
+      if (p_.dtype == FA_BFLOAT16) row_scale_ = to_fp16(query_);
+      row_scale_ *= descale(s_.k_descale);
     }
+  }
+
+ protected:
+  bool plain() const { return p_.softcap <= 0 && !p_.alibi; }
+  // The keys that the row sees.
+  int64_t begin() const { return p_.window_left < 0 ? 0 : std::max<int64_t>(row_ - p_.window_left, 0); }
+  int64_t end() const { return p_.causal ? row_ + 1 : p_.rows; }
+  // Keys and values of 8 bits are fp16 for the tensor core, and so are queries and P beside them.
+  bool bytes() const { return is_8_bit(p_.key_dtype); }
+  fa_dtype operands() const { return bytes() ? FA_FLOAT16 : p_.dtype; }
+  int smallest() const { return operands() == FA_FLOAT16 ? -14 : -126; }
+  float descale(const std::vector<float> &of) const { return of.empty() ? 1.0f : of[static_cast<size_t>(head_ / p_.group())]; }
+  // What turns scores into exponents of two.
+  float exponent_scale() const { return plain() ? scale_ * kLog2e * row_scale_ : scale_ * kLog2e; }
+  // A row of bf16 as fp16, times a power of two that takes its largest exponent to 2^14 (exponents below 2^-112 count as that). Returns what
+  // undoes it.
+  static float to_fp16(std::vector<float> &row) {
+    int largest = -112;
+    for (const float x : row)
+      if (x != 0) largest = std::max(largest, std::ilogb(x));
+    for (float &x : row) x = static_cast<float>(reference::round_to(FA_FLOAT16, double{std::ldexp(x, 14 - largest)}));
+    return std::ldexp(1.0f, largest - 14);
+  }
+  static float exp2(float x) { return device_math(DeviceFunction::kExp2, {x})[0]; }
+  static std::vector<float> numbers(const std::vector<unsigned char> &from, fa_dtype dtype, int64_t row, int64_t heads,
+                                    int64_t head, int64_t dim) {
+    const size_t size = reference::element_bytes(dtype);
+    std::vector<float> x(static_cast<size_t>((dim + kStep - 1) / kStep * kStep), 0.0f);
+    for (int64_t c = 0; c < dim; ++c)
+      x[c] =
+          static_cast<float>(reference::load(from.data() + static_cast<size_t>((row * heads + head) * dim + c) * size, dtype));
+    return x;
+  }
+  float rounded(float x) const { return static_cast<float>(reference::round_to(operands(), double{x})); }
+
+  // Scores of the keys [begin, end), in the unit of q k^T.
+  std::vector<float> scores(int64_t begin, int64_t end) const {
+    std::vector<float> x;
+    for (int64_t j = begin; j < end; ++j) {
+      const std::vector<float> key = numbers(s_.k, p_.key_dtype, j, p_.heads_k, head_ / p_.group(), p_.head_dim);
+      float sum = 0;
+      for (size_t c = 0; c < key.size(); c += kStep) sum = step(&query_[c], &key[c], smallest(), sum);
+      x.push_back(plain() ? sum : sum * row_scale_);
+    }
+    if (p_.softcap > 0) {
+      const float cap = p_.softcap / scale_, exponent = 2 * kLog2e * scale_ / p_.softcap;
+      std::vector<float> e = x;
+      for (float &one : e) one *= exponent;
+      e = device_math(DeviceFunction::kExp2, e);
+      for (float &one : e) one += 1;
+      e = device_math(DeviceFunction::kReciprocal, e);
+      for (size_t n = 0; n < x.size(); ++n) x[n] = std::fma(-2 * cap, e[n], cap);
+    }
+    if (p_.alibi) {
+      const float slope = (1 / scale_) * s_.slopes[static_cast<size_t>(head_)];
+      for (int64_t j = begin; j < end; ++j)
+        x[j - begin] = std::fma(-slope, static_cast<float>(std::abs(row_ - j)), x[j - begin]);
+    }
+    return x;
+  }
+
+  // P of a tile of `keys` keys from `tile` on, of which the row sees those from `from` on that have a score; 0 of the others.
+  static std::vector<float> exponentials(const std::vector<float> &scores, float scale, float max, int64_t tile, int64_t keys,
+                                         int64_t from) {
+    std::vector<float> e, p(static_cast<size_t>(keys), 0.0f);
+    for (const float score : scores) e.push_back(std::fma(score, scale, -max));
+    e = device_math(DeviceFunction::kExp2, e);
+    std::copy(e.begin(), e.end(), p.begin() + (from - tile));
+    return p;
+  }
+  // Values of the keys [tile, tile + keys), 0 of those that the row does not see.
+  std::vector<std::vector<float>> values(int64_t tile, int64_t keys, int64_t from, int64_t to) const {
+    std::vector<std::vector<float>> v;
+    for (int64_t j = tile; j < tile + keys; ++j)
+      v.push_back(j >= from && j < to ? numbers(s_.v, p_.key_dtype, j, p_.heads_k, head_ / p_.group(), p_.head_dim_v)
+                                      : std::vector<float>(static_cast<size_t>(p_.head_dim_v)));
+    return v;
+  }
+  // Column c of out plus that of P V of the 16 keys from number `n` of a tile on.
+  float add_keys(const std::vector<float> &p, const std::vector<std::vector<float>> &v, int64_t n, size_t c, float out) const {
+    float column[kStep];
+    for (int64_t k = 0; k < kStep; ++k) column[k] = v[static_cast<size_t>(n + k)][c];
+    return step(&p[static_cast<size_t>(n)], column, smallest(), out);
+  }
+
+  // The result of the row, of its maximum, its sum and out.
+  ModelRow finish(float max, float sum, const std::vector<float> &out) const {
     float factor = 1;
     if (p_.sink) {
       const float sink = s_.sinks[static_cast<size_t>(head_)] * kLog2e, both = std::max(sink, max);
@@ -86,59 +161,50 @@ class Model {
     return result;
   }
 
+  const SameBitsProblem &p_;
+  const SameBitsSequence &s_;
+  const int64_t row_, head_;
+  const float scale_;
+  float row_scale_ = 1;  // of scores: the descale of K, and what undoes the power of two of the query
+  std::vector<float> query_;
+};
+
+// Arithmetic 2.
+class SegmentsRow : private Row {
+ public:
+  using Row::Row;
+
+  ModelRow compute() {
+    float max = kNoMax, sum = 0;
+    std::vector<float> out;
+    for (int64_t first = begin() / kSegment * kSegment; first < end(); first += kSegment) {
+      segment(first, std::max(begin(), first), std::min(end(), first + kSegment));
+      if (out.empty()) {
+        max = max_, sum = sum_, out = out_;
+        continue;
+      }
+      const float both = std::max(max, max_), before = exp2(max - both), added = exp2(max_ - both);
+      sum = std::fma(sum_, added, sum * before);
+      for (size_t c = 0; c < out.size(); ++c) out[c] = std::fma(out_[c], added, out[c] * before);
+      max = both;
+    }
+    return finish(max, sum, out);
+  }
+
  private:
-  bool plain() const { return p_.softcap <= 0 && !p_.alibi; }
-  int smallest() const { return p_.dtype == FA_FLOAT16 ? -14 : -126; }
-  static float exp2(float x) { return device_math(DeviceFunction::kExp2, {x})[0]; }
-  std::vector<float> numbers(const std::vector<unsigned char> &from, int64_t row, int64_t heads, int64_t head,
-                             int64_t dim) const {
-    const size_t size = reference::element_bytes(p_.dtype);
-    std::vector<float> x(static_cast<size_t>((dim + kStep - 1) / kStep * kStep), 0.0f);
-    for (int64_t c = 0; c < dim; ++c)
-      x[c] = static_cast<float>(
-          reference::load(from.data() + static_cast<size_t>((row * heads + head) * dim + c) * size, p_.dtype));
-    return x;
-  }
-  float rounded(float x) const { return static_cast<float>(reference::round_to(p_.dtype, double{x})); }
-
-  // Scores of the keys [begin, end), in the unit of q k^T.
-  std::vector<float> scores(int64_t begin, int64_t end) const {
-    std::vector<float> x;
-    for (int64_t j = begin; j < end; ++j) {
-      const std::vector<float> key = numbers(s_.k, j, p_.heads_k, head_ / p_.group(), p_.head_dim);
-      float sum = 0;
-      for (size_t c = 0; c < key.size(); c += kStep) sum = step(&query_[c], &key[c], smallest(), sum);
-      x.push_back(sum);
-    }
-    if (p_.softcap > 0) {
-      const float cap = p_.softcap / scale_, exponent = 2 * kLog2e * scale_ / p_.softcap;
-      std::vector<float> e = x;
-      for (float &one : e) one *= exponent;
-      e = device_math(DeviceFunction::kExp2, e);
-      for (float &one : e) one += 1;
-      e = device_math(DeviceFunction::kReciprocal, e);
-      for (size_t n = 0; n < x.size(); ++n) x[n] = std::fma(-2 * cap, e[n], cap);
-    }
-    if (p_.alibi) {
-      const float slope = (1 / scale_) * s_.slopes[static_cast<size_t>(head_)];
-      for (int64_t j = begin; j < end; ++j)
-        x[j - begin] = std::fma(-slope, static_cast<float>(std::abs(row_ - j)), x[j - begin]);
-    }
-    return x;
-  }
-
   // m, l and out of the keys [begin, end) of the segment that begins at `first`.
   void segment(int64_t first, int64_t begin, int64_t end) {
+    const int64_t keys = std::max(p_.head_dim, p_.head_dim_v) > 128 ? 64 : 128;  // of a tile
     max_ = kNoMax;
     float lanes[4] = {};
     out_.assign(static_cast<size_t>(p_.head_dim_v), 0.0f);
-    const float scale = scale_ * kLog2e;
+    const float scale = exponent_scale();
     const auto rescale = [&](float factor) {
       for (float &lane : lanes) lane *= factor;
       for (float &o : out_) o *= factor;
     };
-    for (int64_t tile = first; tile < end; tile += kTile) {
-      const int64_t from = std::max(begin, tile), to = std::min(end, tile + kTile);
+    for (int64_t tile = first; tile < end; tile += keys) {
+      const int64_t from = std::max(begin, tile), to = std::min(end, tile + keys);
       if (from >= to) continue;
       const std::vector<float> x = scores(from, to);
       const auto raise = [&] {
@@ -146,30 +212,22 @@ class Model {
         max_ = raised;
         rescale(factor);
       };
-      std::vector<float> p(kTile);
-      const auto exponentials = [&] {
-        std::vector<float> e;
-        for (const float score : x) e.push_back(std::fma(score, scale, -max_));
-        e = device_math(DeviceFunction::kExp2, e);
-        std::fill(p.begin(), p.end(), 0.0f);
-        std::copy(e.begin(), e.end(), p.begin() + (from - tile));
-      };
-      const auto lane_sum = [&](int64_t lane) {
+      const auto lane_sum = [&](const std::vector<float> &p, int64_t lane) {
         float chains[2] = {};
-        for (int64_t n = 0; n < kTile / 8; ++n) {
+        for (int64_t n = 0; n < keys / 8; ++n) {
           chains[n % 2] += p[8 * n + 2 * lane];
           chains[n % 2] += p[8 * n + 2 * lane + 1];
         }
         return chains[0] + chains[1];
       };
       if (max_ == kNoMax || !plain()) raise();
-      exponentials();
+      std::vector<float> p = exponentials(x, scale, max_, tile, keys, from);
       if (plain() && *std::max_element(p.begin(), p.end()) >= kLargestP) {
         raise();
-        exponentials();
+        p = exponentials(x, scale, max_, tile, keys, from);
       }
       float sums[4], most = 0;
-      for (int64_t lane = 0; lane < 4; ++lane) most = std::max(most, sums[lane] = lane_sum(lane));
+      for (int64_t lane = 0; lane < 4; ++lane) most = std::max(most, sums[lane] = lane_sum(p, lane));
       if (plain() && most > kLargestSum) {
         const int exponent = std::min(std::ilogb(most), 126);
         const float factor = std::ldexp(1.0f, -exponent);
@@ -179,38 +237,66 @@ class Model {
         for (float &one : p) one *= factor;
       }
       for (int64_t lane = 0; lane < 4; ++lane) lanes[lane] += sums[lane];
-      // P V, in steps of 16 keys.
       for (float &one : p) one = rounded(one);
-      std::vector<std::vector<float>> values;
-      for (int64_t n = 0; n < kTile; ++n) {
-        const bool seen = tile + n >= from && tile + n < to;
-        values.push_back(seen ? numbers(s_.v, tile + n, p_.heads_k, head_ / p_.group(), p_.head_dim_v)
-                              : std::vector<float>(out_.size()));
-      }
-      for (size_t c = 0; c < out_.size(); ++c) {
-        for (int64_t n = 0; n < kTile; n += kStep) {
-          float column[kStep];
-          for (int64_t k = 0; k < kStep; ++k) column[k] = values[static_cast<size_t>(n + k)][c];
-          out_[c] = step(&p[static_cast<size_t>(n)], column, smallest(), out_[c]);
-        }
-      }
+      const std::vector<std::vector<float>> v = values(tile, keys, from, to);
+      for (size_t c = 0; c < out_.size(); ++c)
+        for (int64_t n = 0; n < keys; n += kStep) out_[c] = add_keys(p, v, n, c, out_[c]);
     }
     sum_ = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
+    for (float &o : out_) o *= descale(s_.v_descale);
   }
 
-  const SameBitsProblem &p_;
-  const SameBitsSequence &s_;
-  const int64_t row_, head_;
-  const float scale_;
-  std::vector<float> query_;
   float max_ = 0, sum_ = 0;  // of a segment
   std::vector<float> out_;
 };
 
+// Arithmetic 3.
+class NoSplitsRow : private Row {
+ public:
+  using Row::Row;
+
+  ModelRow compute() {
+    constexpr int64_t kKeys = 64;
+    const bool wide = std::max(p_.head_dim, p_.head_dim_v) > 128;  // two warps have half of a tile's keys each
+    const int64_t parts = wide ? 2 : 1, part_keys = kKeys / parts;
+    const float scale = exponent_scale();
+    float max = kNoMax, lanes[2][4] = {};
+    std::vector<float> out(static_cast<size_t>(p_.head_dim_v), 0.0f);
+    for (int64_t tile = (end() - 1) / kKeys * kKeys; tile + kKeys > begin(); tile -= kKeys) {
+      const int64_t from = std::max(begin(), tile), to = std::min(end(), tile + kKeys);
+      if (from >= to) continue;
+      const std::vector<float> x = scores(from, to);
+      const float raised = std::max(max, *std::max_element(x.begin(), x.end()) * scale), factor = exp2(max - raised);
+      max = raised;
+      for (auto &part : lanes)
+        for (float &lane : part) lane *= factor;
+      for (float &o : out) o *= factor;
+      std::vector<float> p = exponentials(x, scale, max, tile, kKeys, from);
+      for (int64_t n = 0; n < kKeys; ++n) lanes[n / part_keys][n % 8 / 2] += p[static_cast<size_t>(n)];
+      for (float &one : p) one = rounded(one);
+      const std::vector<std::vector<float>> v = values(tile, kKeys, from, to);
+      for (size_t c = 0; c < out.size(); ++c) {
+        // The warp that has the column begins with the keys that it has.
+        const int64_t first = static_cast<int64_t>(c) / 32 % parts * part_keys;
+        for (int64_t n = 0; n < kKeys; n += kStep) out[c] = add_keys(p, v, (first + n) % kKeys, c, out[c]);
+      }
+    }
+    float sum = 0;
+    for (int64_t part = 0; part < parts; ++part) {
+      const float *l = lanes[part], of_part = (l[0] + l[1]) + (l[2] + l[3]);
+      sum = part == 0 ? of_part : sum + of_part;
+    }
+    return finish(max, sum, out);
+  }
+};
+
 }  // namespace
 
-ModelRow cuda_model_row(const SameBitsProblem &p, const SameBitsSequence &s, int64_t row, int64_t head) {
-  return Model(p, s, row, head).compute();
+ModelRow cuda_segments_row(const SameBitsProblem &p, const SameBitsSequence &s, int64_t row, int64_t head) {
+  return SegmentsRow(p, s, row, head).compute();
+}
+ModelRow cuda_no_splits_row(const SameBitsProblem &p, const SameBitsSequence &s, int64_t row, int64_t head) {
+  return NoSplitsRow(p, s, row, head).compute();
 }
 
 }  // namespace parity

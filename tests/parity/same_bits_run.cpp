@@ -4,9 +4,11 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <memory>
 #include <numeric>
 #include <sstream>
+#include <type_traits>
 
 #include "parity/host_tensor.h"
 #include "reference/number_formats.h"
@@ -24,7 +26,6 @@ T one_of(Rng &rng, std::initializer_list<T> values) {
 }
 double normal(Rng &rng) { return std::normal_distribution<double>()(rng); }
 
-bool is_8_bit(fa_dtype dtype) { return dtype == FA_FLOAT8_E4M3 || dtype == FA_INT8; }
 const char *name_of(fa_dtype dtype) {
   return dtype == FA_FLOAT32    ? "fp32"
          : dtype == FA_FLOAT16  ? "fp16"
@@ -132,13 +133,14 @@ std::vector<unsigned char> fill(Rng &rng, fa_dtype dtype, int64_t rows, int64_t 
 
 }  // namespace
 
-SameBitsProblem random_problem(Rng &rng, bool cuda) {
+SameBitsProblem random_problem(Rng &rng, Computer computer, bool by_pairs) {
+  const bool cuda = computer != Computer::kCpu;
   SameBitsProblem p;
   p.dtype = one_of(rng, {cuda ? FA_BFLOAT16 : FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16, FA_BFLOAT16});
   p.key_dtype = p.dtype;
-  if (!cuda && one_in(rng, 4)) p.key_dtype = one_of(rng, {FA_FLOAT8_E4M3, FA_INT8});
+  if (computer != Computer::kCuda && one_in(rng, 4)) p.key_dtype = one_of(rng, {FA_FLOAT8_E4M3, FA_INT8});
   if (p.dtype == FA_FLOAT32 && one_in(rng, 4)) p.key_dtype = one_of(rng, {FA_FLOAT16, FA_BFLOAT16});
-  if (is_8_bit(p.key_dtype)) p.descale = static_cast<int>(up_to(rng, 2));
+  if (is_8_bit(p.key_dtype)) p.descale = static_cast<int>(up_to(rng, cuda ? 1 : 2));
   switch (up_to(rng, 9)) {
     case 0:
     case 1:
@@ -168,8 +170,14 @@ SameBitsProblem random_problem(Rng &rng, bool cuda) {
   }
   p.head_dim = one_of<int64_t>(rng, {1, 8, 16, 33, 40, 64, 64, 80, 96, 128, p.rows > 600 ? 48 : 256});
   p.head_dim_v = one_in(rng, 3) ? one_of<int64_t>(rng, {3, 16, 31, 64, 72, 128}) : p.head_dim;
-  if (cuda) {  // whole vectors of 16 bytes, and not beyond the kernels' columns
-    const auto served = [](int64_t columns) { return std::min<int64_t>((columns + 7) / 8 * 8, 128); };
+  if (by_pairs && p.rows < 600 && one_in(rng, 3)) {
+    p.bias = !one_in(rng, 3);
+    p.mask = !p.bias || one_in(rng, 2);
+    if (has_no_splits(computer, p)) p.key_dtype = p.dtype, p.descale = 0;
+  }
+  if (cuda && !has_no_splits(computer, p)) {  // whole vectors of 16 bytes, and not beyond the kernels' columns
+    const int64_t vector = is_8_bit(p.key_dtype) ? 16 : 8, most = is_8_bit(p.key_dtype) ? 128 : 256;
+    const auto served = [&](int64_t columns) { return std::min((columns + vector - 1) / vector * vector, most); };
     p.head_dim = served(p.head_dim);
     p.head_dim_v = served(p.head_dim_v);
   }
@@ -186,8 +194,9 @@ std::string describe(const SameBitsProblem &p) {
   std::ostringstream s;
   s << name_of(p.dtype) << " queries, " << name_of(p.key_dtype) << " keys, " << p.rows << " rows, heads " << p.heads_q << "/"
     << p.heads_k << ", head_dim " << p.head_dim << "/" << p.head_dim_v << (p.causal ? ", causal" : "") << ", window_left "
-    << p.window_left << ", softcap " << p.softcap << (p.alibi ? ", alibi" : "") << (p.sink ? ", sink" : "") << ", descale "
-    << p.descale << ", numbers " << static_cast<int>(p.numbers);
+    << p.window_left << ", softcap " << p.softcap << (p.alibi ? ", alibi" : "") << (p.sink ? ", sink" : "")
+    << (p.bias ? ", bias" : "") << (p.mask ? ", element mask" : "") << ", descale " << p.descale << ", numbers "
+    << static_cast<int>(p.numbers);
   return s.str();
 }
 
@@ -225,6 +234,10 @@ SameBitsSequence make_sequence(const SameBitsProblem &p, Rng &rng) {
     s.slopes.push_back(static_cast<float>(0.01 * static_cast<double>(1 + up_to(rng, 30))));
     s.sinks.push_back(static_cast<float>(normal(rng)));
   }
+  const int64_t pairs = p.rows * p.rows;
+  for (int64_t n = 0; p.bias && n < pairs; ++n)
+    s.bias.push_back(one_in(rng, 20) ? -std::numeric_limits<float>::infinity() : static_cast<float>(normal(rng)));
+  for (int64_t n = 0; p.mask && n < pairs; ++n) s.mask.push_back(n / 64 % 3 != 0 && !one_in(rng, 10));
   return s;
 }
 
@@ -396,11 +409,23 @@ SameBitsResult run(Backend &backend, const SameBitsProblem &p, const SameBitsSeq
       sinks(s.sinks.begin() + c.first_head, s.sinks.begin() + c.end_head);
   if (p.alibi) a.alibi_slopes = vector_tensor(slopes.data(), FA_FLOAT32, {heads});
   if (p.sink) a.sink = vector_tensor(sinks.data(), FA_FLOAT32, {heads});
+  // Of all pairs of rows that tensors of these sizes have: those of the call's keys, from the first of its queries on.
+  const int64_t pair_rows = packed ? most_q : rows_q, pair_keys = packed ? most_k : paged ? pages_each * c.page_size : rows_k;
+  const auto pairs_of = [&](const auto &whole) {
+    std::remove_cvref_t<decltype(whole)> part(static_cast<size_t>(pair_rows * pair_keys));
+    for (int64_t i = 0; i < queries[own]; ++i)
+      std::copy_n(whole.begin() + (c.first_row + i) * p.rows, c.keys, part.begin() + i * pair_keys);
+    return part;
+  };
+  std::vector<float> bias;
+  std::vector<unsigned char> mask;
+  if (p.bias) bias = pairs_of(s.bias), a.bias = vector_tensor(bias.data(), FA_FLOAT32, {1, 1, pair_rows, pair_keys});
+  if (p.mask) mask = pairs_of(s.mask), a.element_mask = vector_tensor(mask.data(), FA_UINT8, {1, 1, pair_rows, pair_keys});
   std::vector<int32_t> used_q(queries.begin(), queries.end()), used_k(keys.begin(), keys.end());
   if (packed) {
     a.cu_seqlens_q = vector_tensor(starts_q.data(), FA_INT32, {batch + 1});
     a.cu_seqlens_k = vector_tensor(starts_k.data(), FA_INT32, {batch + 1});
-    if (one_in(rng, 2)) a.max_seqlen_q = most_q, a.max_seqlen_k = most_k;
+    if (p.bias || p.mask || one_in(rng, 2)) a.max_seqlen_q = most_q, a.max_seqlen_k = most_k;
   }
   if (c.storage == Storage::kUsed) a.seqused_q = vector_tensor(used_q.data(), FA_INT32, {batch});
   if (c.storage == Storage::kUsed || paged) a.seqused_k = vector_tensor(used_k.data(), FA_INT32, {batch});
@@ -415,6 +440,7 @@ SameBitsResult run(Backend &backend, const SameBitsProblem &p, const SameBitsSeq
   image.add(a.q, q), image.add(a.k, k), image.add(a.v, v), image.add(a.out, out), image.add(a.lse, lse);
   image.add(a.alibi_slopes, slopes), image.add(a.sink, sinks), image.add(a.page_table, table);
   image.add(a.cu_seqlens_q, starts_q), image.add(a.cu_seqlens_k, starts_k);
+  image.add(a.bias, bias), image.add(a.element_mask, mask);
   image.add(a.seqused_q, used_q), image.add(a.seqused_k, used_k);
   if (p.descale != 0) image.add(a.k_descale, k_descales), image.add(a.v_descale, v_descales);
   image.upload(backend);

@@ -18,6 +18,8 @@ namespace parity {
 enum class Numbers { kNormal, kRising, kSpikes, kPositive, kWide, kExtreme, kTiny };
 constexpr int kNumbers = 7;
 
+inline bool is_8_bit(fa_dtype dtype) { return dtype == FA_FLOAT8_E4M3 || dtype == FA_INT8; }
+
 // What is computed, for every row alike.
 struct SameBitsProblem {
   fa_dtype dtype = FA_FLOAT32;      // of q and out
@@ -28,21 +30,31 @@ struct SameBitsProblem {
   int64_t window_left = -1;  // -1: none
   float softcap = 0;
   bool alibi = false, sink = false;
-  int descale = 0;  // of 8-bit keys: 1 per sequence and head, 2 per row and head
+  bool bias = false, mask = false;  // fp32, and bytes; of all heads
+  int descale = 0;                  // of 8-bit keys: 1 per sequence and head, 2 per row and head
   Numbers numbers = Numbers::kNormal;
 
   int64_t group() const { return heads_q / heads_k; }
   // Whether the rows of a call have to be the last of its keys, because masks or scores count from there.
   bool aligned() const { return causal || window_left >= 0 || alibi; }
 };
-// `cuda`: one that CUDA kernels take.
-SameBitsProblem random_problem(std::mt19937_64 &rng, bool cuda = false);
+// Who computes a problem, which decides about what may be asked: a CPU, or a CUDA device with Hopper's kernels, or with those for all devices
+// alone.
+enum class Computer { kCpu, kHopper, kCuda };
+// Whether the problem is one of contract 3 of docs/numerics.md.
+inline bool has_no_splits(Computer computer, const SameBitsProblem &p) {
+  return computer == Computer::kCuda || (computer == Computer::kHopper && (p.bias || p.mask));
+}
+// With `by_pairs` some problems have a bias or a mask of pairs.
+SameBitsProblem random_problem(std::mt19937_64 &rng, Computer computer = Computer::kCpu, bool by_pairs = false);
 std::string describe(const SameBitsProblem &p);
 
 struct SameBitsSequence {
   std::vector<unsigned char> q, k, v;       // (rows, heads, head_dim)
   std::vector<float> k_descale, v_descale;  // (rows, heads_k); with one per sequence all rows have it
   std::vector<float> slopes, sinks;         // (heads_q)
+  std::vector<float> bias;                  // (rows, rows)
+  std::vector<unsigned char> mask;          // (rows, rows)
 };
 SameBitsSequence make_sequence(const SameBitsProblem &p, std::mt19937_64 &rng);
 

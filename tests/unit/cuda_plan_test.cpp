@@ -158,11 +158,14 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             MaskedProblem same = problem(500, keys, head_dim, head_dim_v);
             set_dtype(same, Dtype::bf16);
             same.same_bits = same.batch_invariant = same.deterministic = true;
-            for (const int64_t queries : {1, 500, 2000}) {
-              same.q_lengths.max_len = queries;
-              ForwardPlan plan;
-              ErrorText error;
-              if (plan_forward(forward_of(same), device, plan, error) == FA_OK) forward.insert({plan.family, plan.shape});
+            for (const Dtype keys_of : {Dtype::bf16, Dtype::i8}) {
+              same.k.dtype = same.v.dtype = keys_of;
+              for (const int64_t queries : {1, 500, 2000}) {
+                same.q_lengths.max_len = queries;
+                ForwardPlan plan;
+                ErrorText error;
+                if (plan_forward(forward_of(same), device, plan, error) == FA_OK) forward.insert({plan.family, plan.shape});
+              }
             }
           }
           for (const int64_t seqlen_q : {1, 4, 8, 16}) {
@@ -474,18 +477,26 @@ TEST(CudaPlan, WhatOneLaunchDoesNotHoldIsRefused) {
 }
 
 // FA_FLAG_SAME_BITS on CUDA: the kernels of Hopper that are made for it, whatever the shape of the call, and a refusal that names what they do
-// not take. Without the flag nothing gets these kernels.
+// not take. Without the flag nothing gets these kernels. Other devices, and other score terms, have the sm80 kernels for any score terms.
 TEST(CudaPlan, SameBitsHaveTheirKernels) {
-  for (const int64_t head_dim : {8, 64, 72, 128}) {
+  for (const auto &[head_dim, key_dtype] : {std::pair{8, Dtype::bf16},
+                                            {64, Dtype::bf16},
+                                            {72, Dtype::bf16},
+                                            {128, Dtype::bf16},
+                                            {136, Dtype::bf16},
+                                            {256, Dtype::bf16},
+                                            {16, Dtype::i8},
+                                            {128, Dtype::e4m3}}) {
     for (const auto &[queries, keys] : {std::pair{1, 1}, {1, 100000}, {16, 5000}, {300, 300}, {1000, 1000}, {9000, 9000}}) {
       for (const int32_t num_splits : {0, 1, 3, 64}) {
         MaskedProblem p = problem(queries, keys, head_dim);
         p.same_bits = p.batch_invariant = p.deterministic = true;
         p.num_splits = num_splits;
+        p.k.dtype = p.v.dtype = key_dtype;
         p.softcap = head_dim == 72 ? 5.0f : 0.0f;
         const ForwardPlan plan = forward_plan(p, h200());
         // Prompts with plain scores and contiguous keys, whose tiles fill half of the device.
-        const bool prompt = queries > 300 && head_dim != 72;
+        const bool prompt = queries > 300 && head_dim != 72 && head_dim <= 128 && key_dtype == Dtype::bf16;
         ASSERT_EQ(plan.family, prompt ? Family::sm90 : Family::extend);
         EXPECT_TRUE((kernel_of(plan).features & kSameBits) != 0);
         EXPECT_EQ(plan.fixed_splits, 0);
@@ -501,6 +512,41 @@ TEST(CudaPlan, SameBitsHaveTheirKernels) {
   }
 }
 
+TEST(CudaPlan, SameBitsWithoutSplits) {
+  Device ampere = h200();
+  ampere.sm90 = false;
+  const struct {
+    const char *kernel;
+    std::function<void(MaskedProblem &)> set;
+    Device device;
+  } cases[] = {
+      {"sm80_fwd_bf16_d128g", [](MaskedProblem &) {}, ampere},
+      {"sm80_fwd_bf16_d128g", [](MaskedProblem &p) { p.softcap = 5; }, ampere},
+      {"sm80_fwd_bf16_d256g", [](MaskedProblem &p) { p.head_dim = 136; }, ampere},
+      {"sm80_fwd_bf16_d128g", [](MaskedProblem &p) { set_bias(p); }, h200()},
+      {"sm80_fwd_bf16_d128g", [](MaskedProblem &p) { set_block_mask(p, 64); }, h200()},
+      {"sm80_fwd_bf16_d128g", [](MaskedProblem &p) { set_element_mask(p); }, h200()},
+      {"sm80_fwd_bf16_d128g", [](MaskedProblem &p) { set_slices(p); }, ampere},
+      {"sm80_fwd_bf16_d128g", [](MaskedProblem &p) { p.k.seq_stride += 1; }, ampere},
+  };
+  for (const auto &[kernel, set, device] : cases) {
+    for (const int64_t queries : {1, 16, 300, 5000}) {
+      for (const int32_t num_splits : {0, 1, 64}) {
+        for (const bool paged : {false, true}) {
+          MaskedProblem p = problem(queries, 9000, 128);
+          p.same_bits = p.batch_invariant = p.deterministic = true;
+          p.num_splits = num_splits;
+          if (paged) set_pages(p, 16);
+          set(p);
+          const ForwardPlan plan = forward_plan(p, device);
+          EXPECT_EQ(kernel_name(p, plan), kernel);
+          EXPECT_EQ(plan.num_splits, 1) << "num_splits is a hint that these kernels do not follow";
+        }
+      }
+    }
+  }
+}
+
 TEST(CudaPlan, SameBitsAreRefusedByName) {
   Device ampere = h200();
   ampere.sm90 = false;
@@ -509,20 +555,14 @@ TEST(CudaPlan, SameBitsAreRefusedByName) {
     std::function<void(MaskedProblem &)> set;
     Device device;
   } cases[] = {
-      {"flags has FA_FLAG_SAME_BITS, which is not supported on CUDA but on Hopper", [](MaskedProblem &) {}, ampere},
+      {"head_dim is 264", [](MaskedProblem &p) { p.head_dim = 264; }, ampere},
+      {"q.dtype is float32", [](MaskedProblem &p) { set_dtype(p, Dtype::f32); }, ampere},
       {"q.dtype is float32", [](MaskedProblem &p) { set_dtype(p, Dtype::f32); }, h200()},
-      {"k.dtype is int8", [](MaskedProblem &p) { p.k.dtype = p.v.dtype = Dtype::i8; }, h200()},
       {"out.dtype is float32", [](MaskedProblem &p) { p.out.dtype = Dtype::f32; }, h200()},
-      {"head_dim is 136", [](MaskedProblem &p) { p.head_dim = 136; }, h200()},
-      {"bias is given", [](MaskedProblem &p) { set_bias(p); }, h200()},
-      {"block_mask is given", [](MaskedProblem &p) { set_block_mask(p, 64); }, h200()},
-      {"element_mask is given", [](MaskedProblem &p) { set_element_mask(p); }, h200()},
-      {"block_indices is given", [](MaskedProblem &p) { set_block_lists(p); }, h200()},
-      {"slices is given", [](MaskedProblem &p) { set_slices(p); }, h200()},
+      {"head_dim is 264", [](MaskedProblem &p) { p.head_dim = 264; }, h200()},
       {"k has rows of 128 columns that are not whole vectors of 16 bytes", [](MaskedProblem &p) { p.k.seq_stride += 1; },
        h200()},
       {"k has 4294967296 packed rows", [](MaskedProblem &p) { p.k_lengths.total = int64_t{1} << 32; }, h200()},
-      {"FA_FLAG_SAME_BITS does not cover score terms 0x8 ", [](MaskedProblem &p) { p.dropout.threshold = 1; }, h200()},
   };
   for (const auto &[text, set, device] : cases) {
     MaskedProblem p = problem(64, 64, 128);
@@ -536,13 +576,30 @@ TEST(CudaPlan, SameBitsAreRefusedByName) {
     EXPECT_EQ(plan_backward(backward_of(p), device, backward, error), FA_ERROR_UNSUPPORTED) << text;
     EXPECT_NE(std::string(error.text).find(text), std::string::npos) << error.text;
   }
-  ForwardProblem with_max = forward_of(problem(64, 64, 128));
-  with_max.same_bits = with_max.batch_invariant = with_max.deterministic = true;
-  with_max.max_logit = &unreadable;
-  ForwardPlan plan;
-  ErrorText error;
-  EXPECT_EQ(plan_forward(with_max, h200(), plan, error), FA_ERROR_UNSUPPORTED);
-  EXPECT_NE(std::string(error.text).find("max_logit is given"), std::string::npos) << error.text;
+  // Forward alone: no backward has these.
+  const auto over_bytes = [](ForwardProblem &p) { p.k.dtype = p.v.dtype = Dtype::i8; };
+  const struct {
+    const char *text;
+    std::function<void(ForwardProblem &)> set;
+    Device device = h200();
+  } forward_cases[] = {
+      {"max_logit is given", [](ForwardProblem &p) { p.max_logit = &unreadable; }},
+      {"q.dtype is float8_e4m3", [](ForwardProblem &p) { p.q.dtype = p.k.dtype = p.v.dtype = Dtype::e4m3; }},
+      {"k.dtype is int8; FA_FLAG_SAME_BITS covers float16 and bfloat16 on CUDA, and on Hopper", over_bytes, ampere},
+      {"k.dtype is int8", [&](ForwardProblem &p) { over_bytes(p), set_bias(p); }},
+      {"head_dim is 144, and 144 of v; FA_FLAG_SAME_BITS covers up to 128 with k and v of 8 bits",
+       [&](ForwardProblem &p) { over_bytes(p), p.head_dim = p.head_dim_v = 144; }},
+      {"v_descale has a number for each row", [&](ForwardProblem &p) { over_bytes(p), p.v_descale.per_row = true; }},
+  };
+  for (const auto &[text, set, device] : forward_cases) {
+    ForwardProblem p = forward_of(problem(64, 64, 128));
+    p.same_bits = p.batch_invariant = p.deterministic = true;
+    set(p);
+    ForwardPlan plan;
+    ErrorText error;
+    EXPECT_EQ(plan_forward(p, device, plan, error), FA_ERROR_UNSUPPORTED) << text;
+    EXPECT_NE(std::string(error.text).find(text), std::string::npos) << error.text;
+  }
 }
 
 // A list of launches that is full takes no more, and says so.

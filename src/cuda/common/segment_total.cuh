@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// FA_FLAG_SAME_BITS: what a warp has folded so far of the segments of its 16 rows (combine.cuh), M, L and O, in shared memory.
+// FA_FLAG_SAME_BITS: what a warp has folded so far of the segments of its 16 rows (combine.cuh), M, L and O. M and L are in shared memory; so is
+// O, or, where it finds no room there, in the workspace.
 #pragma once
 
 #include "cuda/common/combine.cuh"
@@ -13,7 +14,19 @@ __device__ __forceinline__ float4 fold_out(const FoldScales (&scales)[2], const 
           fold_out(scales[1], total.w, out.w)};
 }
 
-// `Layout` says where it lies: out(j), 16 bytes of this lane for accumulators 4 j .. 4 j + 3; stats(r), M and L of the lane's row r; lane().
+// Four accumulators of O, which no other lane reads or writes.
+__device__ __forceinline__ float4 load_total(uint32_t shared) {
+  const uint4 x = ld_shared_16(shared);
+  return {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
+}
+__device__ __forceinline__ void store_total(uint32_t shared, const float4 &x) {
+  st_shared_16(shared, __float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w));
+}
+__device__ __forceinline__ float4 load_total(const float4 *global) { return __ldcg(global); }
+__device__ __forceinline__ void store_total(float4 *global, const float4 &x) { __stcg(global, x); }
+
+// `Layout` says where it lies: out(j), of this lane's accumulators 4 j .. 4 j + 3, an address in shared memory or a pointer to global
+// memory; stats(r), M and L of the lane's row r; lane().
 template <int kVectors, class Layout>
 class SegmentTotal {
  public:
@@ -24,13 +37,8 @@ class SegmentTotal {
     static_assert(kCount == 4 * kVectors);
     return {out[4 * j], out[4 * j + 1], out[4 * j + 2], out[4 * j + 3]};
   }
-  __device__ __forceinline__ float4 get_out(int j) const {
-    const uint4 x = ld_shared_16(layout_.out(j));
-    return {__uint_as_float(x.x), __uint_as_float(x.y), __uint_as_float(x.z), __uint_as_float(x.w)};
-  }
-  __device__ __forceinline__ void set_out(int j, const float4 &x) const {
-    st_shared_16(layout_.out(j), __float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w));
-  }
+  __device__ __forceinline__ float4 get_out(int j) const { return load_total(layout_.out(j)); }
+  __device__ __forceinline__ void set_out(int j, const float4 &x) const { store_total(layout_.out(j), x); }
   __device__ __forceinline__ float2 get_stats(int r) const {
     return {ld_shared_float(layout_.stats(r)), ld_shared_float(layout_.stats(r) + 4)};
   }

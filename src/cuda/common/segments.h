@@ -8,6 +8,7 @@
 namespace fa::cuda {
 
 constexpr int32_t kSegmentKeys = 1024;
-constexpr int32_t kSegmentTileKeys = 128;  // of a tile, in which a row's maximum is raised and its sum is added
+// Of a tile, in which a row's maximum is raised and its sum is added. `head_dim`: the kernel's columns.
+constexpr int32_t segment_tile_keys(int32_t head_dim) { return head_dim <= 128 ? 128 : 64; }
 
 }  // namespace fa::cuda

@@ -139,7 +139,7 @@ struct OnlineSoftmax {
     const float raised = fmaxf(max[r], to);
     rescale[r] = Base::exp(max[r] - raised);
     max[r] = raised;
-    sum[r] *= rescale[r];
+    sum[r] = __fmul_rn(sum[r], rescale[r]);  // rounded whatever it is added to: FA_FLAG_SAME_BITS
   }
 
   // P = 2^(S scale - m) of all keys in place; this lane's sums of the tile go to `tile_sum`, which the caller adds to `sum`. With kMasked what is

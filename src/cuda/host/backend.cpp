@@ -85,12 +85,15 @@ template <typename AnyPlan>
 int32_t num_splits(const AnyPlan &) {
   return 1;
 }
-// The arithmetic of FA_FLAG_SAME_BITS on CUDA (docs/numerics.md). A change that changes bits gets a new number.
-constexpr int32_t kSameBitsContract = 2;
-int32_t same_bits_contract(const ScoredForward &problem) { return problem.same_bits ? kSameBitsContract : 0; }
-int32_t same_bits_contract(const ScoredBackward &problem) { return problem.forward.same_bits ? kSameBitsContract : 0; }
+// Of FA_FLAG_SAME_BITS; 0 without it.
+int32_t contract_of(const ScoredForward &problem, const Device &device) {
+  return problem.same_bits ? same_bits_contract(needs_of(problem), device) : 0;
+}
+int32_t contract_of(const ScoredBackward &problem, const Device &device) {
+  return problem.forward.same_bits ? same_bits_contract(needs_of(problem), device) : 0;
+}
 template <typename AnyProblem>
-int32_t same_bits_contract(const AnyProblem &) {
+int32_t contract_of(const AnyProblem &, const Device &) {
   return 0;
 }
 
@@ -231,7 +234,7 @@ class CudaBackend final : public Backend, private StreamWork {
     PlanOf<AnyProblem> plan;
     FA_RETURN_IF_ERROR(make_plan(problem, device_, plan, error));
     summary = {kernel_name(problem, plan), reason_of(plan) + state_of_score_text(problem, plan), plan.workspace_bytes,
-               num_splits(plan), same_bits_contract(problem)};
+               num_splits(plan), contract_of(problem, device_)};
     return FA_OK;
   }
 

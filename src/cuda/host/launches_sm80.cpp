@@ -61,7 +61,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.raw = raw_unit(p);
   const int exponent = p_exponent(p.dropout.keep_scale);
   params.p_exponent = static_cast<float>(exponent);
-  params.rescale_threshold = p.max_logit != nullptr ? 0.f : rescale_threshold(exponent);
+  params.rescale_threshold = p.max_logit != nullptr || p.same_bits ? 0.f : rescale_threshold(exponent);
   params.max_logit = p.max_logit;
   params.max_logit_stride = p.max_logit_stride;
   params.mask = memory.mask;

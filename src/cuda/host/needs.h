@@ -45,6 +45,11 @@ inline bool can_run(const KernelRow &kernel, const Needs &needs, const Device &d
          device.is_built(kernel, instance_dtype(kernel, needs.q, needs.out));
 }
 
+// The contract of a problem with FA_FLAG_SAME_BITS, whether there is a kernel for it or not (registry.h).
+inline int32_t same_bits_contract(const Needs &needs, const Device &device) {
+  return device.sm90 && (needs.scores & ~(kSoftcapAlibi | kMaxLogit)) == 0 ? kSegmentsContract : kNoSplitsContract;
+}
+
 // kernels_of(), or none if no kernel of the family offers the operands, the score terms or the features: a quick way to pass over a family.
 std::span<const KernelRow> candidates(Family family, Pass pass, const Needs &needs);
 

@@ -40,6 +40,7 @@ struct ForwardPlan {
   bool split_tiles_by_partition = false;
   // extend for FA_FLAG_SAME_BITS: segments that a partition may store, and the warps that have rows.
   int32_t stored_segments = 0, partial_warps = 0;
+  size_t totals_offset = 0;  // in the workspace
   int64_t combine_ctas = 0;
   bool allow_early_dependents = true;  // decode: the next launch may start while this one runs (PDL)
   int32_t counters = 0;                // that the launch needs

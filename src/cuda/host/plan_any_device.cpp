@@ -23,6 +23,7 @@ int32_t choose_splits(const Problem &p, const Tile &tile, const Device &device, 
   constexpr int64_t kMinKvTiles = 4, kMaxSplits = 128;
   const int64_t kv_tiles = std::max<int64_t>(ceil_div(p.k_lengths.max_len, tile.keys), 1),
                 max_splits = std::min<int64_t>(kMaxSplits, INT32_MAX / ctas);  // all of them are one launch
+  if (p.same_bits) return 1;
   if (p.num_splits > 0) return static_cast<int32_t>(std::min<int64_t>({p.num_splits, kv_tiles, max_splits}));
   // A row's bits must not depend on what else runs, so with batch invariance the number of CTAs may not matter.
   if (p.batch_invariant) return 1;

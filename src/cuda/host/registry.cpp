@@ -78,6 +78,8 @@ constexpr auto kRows = concatenate(
               row.scores = shape.scores | (shape.takes_score_text() ? kScoreText | kScoreTextAndTerms | kTextTile : 0);
               row.features =
                   (kAnyFeatures & ~kLeftPadding & ~kFp32RowResults & ~kUnevenRows) | left_padding_by_mask(shape.scores);
+              // The launch asks them for an exact maximum, and the plan for no splits: then a row's bits are its own.
+              if (shape.scores == kAll) row.features |= kSameBits;
             }),
     rows_of(simt::kForwardShapes, Family::simt, Pass::forward,
             [](KernelRow &row, const simt::ForwardShape &shape) {
@@ -214,11 +216,12 @@ const FamilyRows &family_rows(Family family, Pass pass) {
   return kFamilyRows[static_cast<size_t>(family)][static_cast<size_t>(pass)];
 }
 
-constexpr KernelRow kSameBitsOffer = [] {
+constexpr KernelRow find_same_bits_offer(int32_t contract, OperandSet operands) {
   KernelRow offer;
   offer.operands = 0;
   for (const KernelRow &row : kRows) {
-    if ((row.features & kSameBits) == 0) continue;
+    if ((row.features & kSameBits) == 0 || (operands & ~row.operands) != 0) continue;
+    if ((row.family == Family::sm80) != (contract == kNoSplitsContract)) continue;
     offer.head_dim = std::max(offer.head_dim, row.head_dim);
     offer.head_dim_v = std::max(offer.head_dim_v, row.head_dim_v);
     offer.operands |= row.operands;
@@ -226,7 +229,14 @@ constexpr KernelRow kSameBitsOffer = [] {
     offer.features |= row.features;
   }
   return offer;
-}();
+}
+constexpr KernelRow kSegmentsOffer = find_same_bits_offer(kSegmentsContract, k16Bit),
+                    kSegments8BitOffer = find_same_bits_offer(kSegmentsContract, k8BitKv),
+                    kNoSplitsOffer = find_same_bits_offer(kNoSplitsContract, k16Bit), kNoOffer = [] {
+                      KernelRow none;
+                      none.operands = 0;
+                      return none;
+                    }();
 
 constexpr const char *kDtypeNames[] = {"f32", "f16", "bf16", "e4m3", "i8"};  // by Dtype
 const char *name_of(Dtype dtype) { return kDtypeNames[static_cast<int>(dtype)]; }
@@ -240,7 +250,10 @@ std::span<const KernelRow> kernels_of(Family family, Pass pass) {
   return {kRows.data() + rows.first, rows.count};
 }
 
-const KernelRow &same_bits_offer() { return kSameBitsOffer; }
+const KernelRow &same_bits_offer(int32_t contract, OperandSet operands) {
+  if (operands == k16Bit) return contract == kSegmentsContract ? kSegmentsOffer : kNoSplitsOffer;
+  return operands == k8BitKv && contract == kSegmentsContract ? kSegments8BitOffer : kNoOffer;
+}
 
 std::span<const KernelRow> candidates(Family family, Pass pass, const Needs &needs) {
   const FamilyRows &rows = family_rows(family, pass);

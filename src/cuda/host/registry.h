@@ -50,7 +50,7 @@ constexpr FeatureSet kUnevenRows = 65536;       // listed rows that are no multi
 constexpr FeatureSet kAnyFeatures = 131071;
 constexpr FeatureSet kListedKeys =
     131072;                               // keys that the kernel finds in the lists of queries. Such kernels serve nothing else
-constexpr FeatureSet kSameBits = 262144;  // FA_FLAG_SAME_BITS: only kernels made for it offer this, and they serve nothing else
+constexpr FeatureSet kSameBits = 262144;  // FA_FLAG_SAME_BITS. Hopper's kernels that offer this serve nothing else
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
 constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;
@@ -85,8 +85,12 @@ struct KernelRow {
 // All rows; the kernels of a family and pass lie together, in the order of their table, which is the order of preference.
 std::span<const KernelRow> all_kernels();
 std::span<const KernelRow> kernels_of(Family family, Pass pass);
-// What the kernels for FA_FLAG_SAME_BITS can do: head dims, operands, score terms and features that one of them offers.
-const KernelRow &same_bits_offer();
+// The two arithmetics of FA_FLAG_SAME_BITS on CUDA (docs/numerics.md) by their contract numbers. A change that changes bits gets a new number.
+constexpr int32_t kSegmentsContract = 2;  // Hopper's kernels for plain scores, softcap and ALiBi
+constexpr int32_t kNoSplitsContract = 3;  // the sm80 kernels for any score terms
+// What the kernels of a contract can do with these operands: head dims, score terms and features that one of them offers. No operands: there is
+// no such kernel.
+const KernelRow &same_bits_offer(int32_t contract, OperandSet operands);
 
 // As the query names it, "sm80_fwd_bf16_d128", without what a plan adds ("_split", "_ordered").
 std::string kernel_name(const KernelRow &kernel, Dtype q, Dtype k, Dtype out);

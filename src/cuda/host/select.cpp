@@ -64,45 +64,43 @@ fa_status check_limits(const Problem &p, ErrorText &error) {
 // Refuses by name what no kernel for FA_FLAG_SAME_BITS offers. core/validate.cpp has refused what no device covers.
 fa_status check_same_bits(const ForwardProblem &p, const Needs &needs, const Device &device, ErrorText &error) {
   if (!p.same_bits) return FA_OK;
-  const KernelRow &offer = same_bits_offer();
+  const int32_t contract = same_bits_contract(needs, device);
+  const KernelRow &offer = same_bits_offer(contract, needs.operands);
   const ScoreSet scores = needs.scores & ~offer.scores;
   const FeatureSet features = needs.features & ~offer.features & ~kEmpty;
-  if (!device.sm90) {
-    return fail(error, FA_ERROR_UNSUPPORTED,
-                "flags has FA_FLAG_SAME_BITS, which is not supported on CUDA but on Hopper, with fa_config.cuda_arch 0 or 90");
-  }
-  if ((needs.operands & ~offer.operands) != 0 || (features & kFp32RowResults) != 0) {
+  const bool kv_8bit = is_quantised(p.k.dtype);
+  if (offer.operands == 0 || (features & kFp32RowResults) != 0) {
     for (const auto &[name, tensor] : {std::pair{"q", &p.q}, {"k", &p.k}, {"out", &p.out}}) {
       if (is_16_bit(tensor->dtype)) continue;
-      return fail(error, FA_ERROR_UNSUPPORTED, "%s.dtype is %s; FA_FLAG_SAME_BITS covers float16 and bfloat16 on CUDA", name,
-                  dtype_name(tensor->dtype));
+      return fail(error, FA_ERROR_UNSUPPORTED, "%s.dtype is %s; FA_FLAG_SAME_BITS covers float16 and bfloat16 on CUDA%s", name,
+                  dtype_name(tensor->dtype),
+                  kv_8bit ? ", and on Hopper float8_e4m3 and int8 of k and v alone, with plain scores, softcap and ALiBi" : "");
     }
   }
   if (p.head_dim > offer.head_dim || p.head_dim_v > offer.head_dim_v) {
     return fail(error, FA_ERROR_UNSUPPORTED,
-                "head_dim is %" PRId64 ", and %" PRId64 " of v; FA_FLAG_SAME_BITS covers up to %d on CUDA", p.head_dim,
-                p.head_dim_v, int{offer.head_dim});
+                "head_dim is %" PRId64 ", and %" PRId64 " of v; FA_FLAG_SAME_BITS covers up to %d%s on CUDA", p.head_dim,
+                p.head_dim_v, int{offer.head_dim}, kv_8bit ? " with k and v of 8 bits" : "");
   }
-  const bool masks = (scores & (kBlockMask | kDataMask)) != 0;
-  for (const auto &[name, refused] : {std::pair{"bias", (scores & kEveryBias) != 0},
-                                      {"block_mask", masks && p.block_mask.data != nullptr},
-                                      {"element_mask", masks && p.element_mask.given},
-                                      {"block_indices", masks && p.block_lists.given},
-                                      {"slices", masks && p.slices.given},
-                                      {"max_logit", (scores & kMaxLogit) != 0}}) {
-    if (!refused) continue;
-    return fail(error, FA_ERROR_UNSUPPORTED, "%s is given, which FA_FLAG_SAME_BITS does not cover on CUDA", name);
+  if ((features & kDescalePerRow) != 0) {
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "%s_descale has a number for each row; FA_FLAG_SAME_BITS covers one for each sequence and head on CUDA",
+                p.k_descale.per_row ? "k" : "v");
+  }
+  if ((scores & kMaxLogit) != 0) {
+    return fail(error, FA_ERROR_UNSUPPORTED,
+                "max_logit is given, which FA_FLAG_SAME_BITS does not cover on Hopper without a bias or a mask as data");
   }
   for (const auto &[name, tensor, columns] :
        {std::tuple{"q", &p.q, p.head_dim}, {"k", &p.k, p.head_dim}, {"v", &p.v, p.head_dim_v}}) {
     if ((features & kUnalignedRows) == 0 || has_16_byte_rows(*tensor, columns)) continue;
     return fail(error, FA_ERROR_UNSUPPORTED,
                 "%s has rows of %" PRId64
-                " columns that are not whole vectors of 16 bytes; FA_FLAG_SAME_BITS covers only such rows on CUDA",
+                " columns that are not whole vectors of 16 bytes; FA_FLAG_SAME_BITS covers only such rows on Hopper",
                 name, columns);
   }
   if ((features & kHugePackedKv) != 0) {
-    return fail(error, FA_ERROR_UNSUPPORTED, "k has %" PRId64 " packed rows; FA_FLAG_SAME_BITS covers up to 2^31 - 1 on CUDA",
+    return fail(error, FA_ERROR_UNSUPPORTED, "k has %" PRId64 " packed rows; FA_FLAG_SAME_BITS covers up to 2^31 - 1 on Hopper",
                 p.k_lengths.total);
   }
   if (scores != 0 || features != 0) {
@@ -121,6 +119,7 @@ fa_status check_same_bits(const BackwardProblem &b, const Device &device, ErrorT
 
 // Forward: the first line that applies and has a kernel.
 //
+//   FA_FLAG_SAME_BITS     kNoSplitsContract                             sm80
 //   FA_FLAG_SAME_BITS     tiles for half of the device, unless          sm90
 //                         beats_sm90() prefers the next
 //   FA_FLAG_SAME_BITS     any                                           extend
@@ -140,6 +139,7 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
   const bool kv_8bit = is_quantised(p.k.dtype);
   plan = {};
   if ((needs.features & kSameBits) != 0) {
+    if (same_bits_contract(needs, device) == kNoSplitsContract) return plan_any_device(p, needs, device, plan, error);
     // Both have the same arithmetic. With tiles for less than half of the device those of extend are faster.
     ForwardPlan sm90;
     const bool hopper = plan_sm90(p, needs, device, sm90), extend = plan_extend(p, needs, device, plan);

@@ -54,7 +54,8 @@ class Case:
             words.append(f"H{self.heads_q}/{self.heads_k}")
         words += [word for word in ("latent" if self.latent else "", f"page{self.page}" if self.page else "",
                                     f"listed{self.listed}" if self.listed else "", self.option,
-                                    "deterministic" if self.deterministic else "") if word]
+                                    "deterministic" if self.deterministic else "",
+                                    "sm80" if self.arch == 80 and self.section == SAME_BITS else "") if word]
         return " ".join(words)
 
     @property
@@ -78,6 +79,11 @@ class Case:
         return forward * (1.0 if self.direction == "forward" else 2.5)
 
     @property
+    def cache(self) -> str:
+        """The format of quantised keys and values, one of QUANTISED, or "" for those of 16 bits."""
+        return next((option for option in self.option.split(" + ") if option in QUANTISED), "")
+
+    @property
     def pages(self) -> int:
         """Pages of a sequence."""
         return -(-self.seqlen_k // self.page)
@@ -87,7 +93,7 @@ class Case:
         """Bytes of the keys and values, 16-bit or quantised: what decoding has to read, without descales."""
         columns = self.head_dim + (0 if self.latent else self.d_v)
         rows = self.seqlen_q * self.listed or self.seqlen_k
-        return (1 if self.option in QUANTISED else 2) * self.batch * rows * self.heads_k * columns
+        return (1 if self.cache else 2) * self.batch * rows * self.heads_k * columns
 
 
 DROPOUT, SOFTCAP = 0.1, 30.0  # their values where they are the option
@@ -326,15 +332,22 @@ def varlen(quick: bool) -> List[Case]:
 def same_bits(quick: bool) -> List[Case]:
     """FA_FLAG_SAME_BITS: prompts, parts of prompts over a paged cache, decoding. `x plain` is over the time without the flag."""
 
-    def paged(batch, tokens, seqlen):
-        return Case(SAME_BITS, "forward", 128, True, tokens, seqlen, batch, 64, 8, option=SAME_BITS, graph=tokens <= 16, page=16)
+    def paged(batch, tokens, seqlen, head_dim=128, heads=64, heads_k=8, option=SAME_BITS):
+        return Case(SAME_BITS, "forward", head_dim, True, tokens, seqlen, batch, heads, heads_k, option=option, graph=tokens <= 16, page=16)
 
     seqlens = (1024, 4096, 16384) if quick else (1024, 2048, 4096, 8192, 16384)
     rows = [square(SAME_BITS, "forward", d, causal, n, option=SAME_BITS) for d in (128, 64) for causal in (True, False) for n in seqlens]
     rows += [square(SAME_BITS, "forward", 128, True, 8192, 32, 8, option=SAME_BITS)]
     rows += [Case(SAME_BITS, "forward", 128, True, 1024, 1024, 1, 16, 16, option=SAME_BITS, lengths=(1024,) * 64),
              Case(SAME_BITS, "forward", 128, True, 512, 16384, 4, 64, 8, option=SAME_BITS), paged(4, 512, 16384)]
-    return rows + [paged(32, tokens, 8192) for tokens in ((1,) if quick else (1, 2, 4, 8, 16))] + [paged(1, 1, 8192)]
+    rows += [square(SAME_BITS, "forward", 256, causal, 4096, option=SAME_BITS) for causal in (True, False)]
+    rows += [paged(4, 512, 16384, 256, 16, 8), paged(32, 1, 8192, 256, 16, 8), paged(32, 4, 8192, 256, 16, 8)]
+    rows += [paged(batch, tokens, seqlen, option="e4m3 + same bits") for batch, tokens, seqlen in ((4, 512, 16384), (32, 1, 8192), (32, 8, 8192))]
+    rows += [paged(batch, 1, seqlen) for batch, seqlen in ((1, 2048), (1, 8192), (1, 131072), (8, 8192), (4, 32768), (128, 8192))]
+    rows += [paged(32, tokens, 8192) for tokens in ((1,) if quick else (1, 2, 4, 8, 16))]
+    # Kernels for sm_80, which split no keys.
+    old = [square(SAME_BITS, "forward", d, True, 4096, option=SAME_BITS) for d in (64, 128, 256)] + [paged(32, 1, 8192), paged(4, 512, 16384)]
+    return rows + [dataclasses.replace(case, arch=80) for case in old]
 
 
 def fp8(quick: bool) -> List[Case]:

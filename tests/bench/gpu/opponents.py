@@ -292,7 +292,7 @@ def opponents(case, q, k, v, cu, bias=None, block_mask=None):
             readers.append(Read(k, v))
         except (AttributeError, RuntimeError):  # a PyTorch that compiles no kernels
             pass
-    if case.page or case.option in cases.QUANTISED:
+    if case.page or case.cache:
         return readers
     plain = dataclasses.replace(case, option="") if case.option == cases.FP8 else case  # beside our e4m3 they take the same numbers in bf16
     fa4 = [lambda: Fa4(plain, q, k, v, cu, block_mask)] if has_fa4() and case.section != "decode" and plain.option in Fa4.options else []

@@ -407,12 +407,22 @@ std::vector<Case> cases() {
     }
   }
   // FA_FLAG_SAME_BITS: few work tiles, whose segments the combine kernel folds, and so many that CTAs hand totals over.
-  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
-    for (const int64_t head_dim : {64, 128}) {
+  for (const auto &[dtype, key_dtype] : {std::pair{FA_FLOAT16, FA_FLOAT16},
+                                         {FA_BFLOAT16, FA_BFLOAT16},
+                                         {FA_FLOAT16, FA_INT8},
+                                         {FA_FLOAT16, FA_FLOAT8_E4M3},
+                                         {FA_BFLOAT16, FA_INT8},
+                                         {FA_BFLOAT16, FA_FLOAT8_E4M3}}) {
+    for (const int64_t head_dim : {64, 128, 256}) {
+      if (key_dtype != dtype && head_dim > 128) continue;
       for (const int64_t batch : {2, 9}) {
         Case c;
         c.seed = seed_for("every kernel for same bits") + static_cast<int64_t>(all.size());
         c.dtype = dtype;
+        if (key_dtype != dtype) {
+          c.key_dtype = key_dtype;
+          c.descale = 1;
+        }
         c.flags = FA_FLAG_SAME_BITS;
         c.batch = batch;
         c.heads_k = batch == 2 ? 2 : 3;

@@ -55,10 +55,11 @@ struct Config {
   static constexpr int kProducerRegisters = k8BitKv && kD == 64 ? 56 : 40,
                        kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
   using Storage = SharedStorage<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>;
-  using Totals = SegmentTotals<kD, kConsumerWarpgroups>;
+  using Totals = SegmentTotals<kD, kConsumerWarpgroups, kStages8Bit>;
+  static constexpr bool kTotalIsShared = total_is_shared(kD, kStages8Bit);
   static constexpr int kTotalsOffset = segment_totals_offset<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>();
   static constexpr int kSharedBytes = storage_bytes_of<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>(kSameBits);
-  static_assert(!kSameBits || kKvTile == kSegmentTileKeys);
+  static_assert(!kSameBits || kKvTile == segment_tile_keys(kD));
   static constexpr bool kHoldsQ = holds_q_in_registers(kD);  // in registers
   static_assert(kWarpKeys % kRun == 0 && kWarpKeys <= 32 && k8BitKv == (kStages8Bit > 0));
 };
@@ -128,8 +129,17 @@ class Cta {
       return smem_ + offsetof(typename C::Storage, row_scale) + row * 4;
   }
 
-  // For FA_FLAG_SAME_BITS only: SegmentTotals.
-  __device__ __forceinline__ uint32_t total() const { return smem_ + C::kTotalsOffset; }
+  // For FA_FLAG_SAME_BITS only: SegmentTotals. O of a warp: 16 bytes of this lane for each four accumulators, kTotalStep apart.
+  static constexpr int kTotalStep = C::kTotalIsShared ? 32 * 16 : 32;
+  __device__ __forceinline__ auto total(int warp) const {
+    constexpr int kVectors = C::kD / 8;
+    if constexpr (C::kTotalIsShared) {
+      return smem_ + C::kTotalsOffset + (warp * kVectors * 32 + lane_) * 16;
+    } else {
+      const int at = (static_cast<int>(blockIdx.x) * (C::kRows / 16) + warp) * kVectors * 32;
+      return a_.totals + at + opaque(lane_);  // opaque: registers are scarce, and this is needed once for a segment
+    }
+  }
   __device__ __forceinline__ uint32_t total_stats() const {
     return smem_ + C::kTotalsOffset + offsetof(typename C::Totals, stats);
   }

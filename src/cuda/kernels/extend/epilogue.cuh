@@ -57,11 +57,7 @@ class Epilogue {
   // Each warp does this on its own. Not for kernels for FA_FLAG_SAME_BITS, which end a segment by segments.cuh.
   __device__ __forceinline__ void store() {
     softmax_.reduce_sums();
-    if constexpr (C::k8BitKv) {
-      const float factor = rows_.head_descale(cta_.params().v_descale);
-#pragma unroll
-      for (int j = 0; j < C::kD / 2; ++j) out_[j] *= factor;
-    }
+    descale_v();
     if constexpr (C::kUsesCombineKernel) {
       if (rows_.work->partial >= 0) {
         store_partials_by_row(rows_.work->partial);
@@ -77,6 +73,15 @@ class Epilogue {
       if (rows_.work->num_partials > 0) merge_partials(rows_.work->first_partial, rows_.work->num_partials);
     }
     store_final();
+  }
+
+  // Multiplies out by the descale of 8-bit V.
+  __device__ __forceinline__ void descale_v() {
+    if constexpr (C::k8BitKv) {
+      const float factor = rows_.head_descale(cta_.params().v_descale);
+#pragma unroll
+      for (int j = 0; j < C::kD / 2; ++j) out_[j] *= factor;
+    }
   }
 
   __device__ __forceinline__ void store_final() const {

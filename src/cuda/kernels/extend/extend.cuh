@@ -126,6 +126,7 @@ class Consumer {
     if (p_pending_) finish_pv();
     if (rows_.first_row() < rows_.work->rows) {
       softmax_.reduce_sums();
+      Epilogue<C>(cta_, rows_, out_, softmax_).descale_v();
       if (SegmentFold<C>(cta_, rows_).take(out_, softmax_, segment, last))
         Epilogue<C>(cta_, rows_, out_, softmax_).store_final();
     }

@@ -18,6 +18,7 @@ struct Params : decode::Params {
   // Kernels for FA_FLAG_SAME_BITS: in the workspace, segments that a work unit may store before it has the total of the segments
   // before, and the warps that have rows, each of which stores a part of a total or segment.
   int32_t stored_segments, partial_warps;
+  float4 *totals;  // in the workspace: O of every CTA's total (segments.cuh), where it is not in shared memory
   CUtensorMap k_map, v_map;
 };
 

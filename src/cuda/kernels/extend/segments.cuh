@@ -2,7 +2,7 @@
 // Kernels for FA_FLAG_SAME_BITS: the keys of a sequence are cut into segments of kSegmentKeys, counted from its first key. A
 // segment has a softmax of its own (m, l, out), which starts anew. The segments of a row are folded in the order of their keys
 // (common/combine.cuh), so its bits do not depend on which CTA computed which of them. What a warp has folded so far, the total
-// of its 16 rows, is in shared memory.
+// of its 16 rows, is in shared memory, or, where that is full, in the workspace, of which every CTA has a part.
 //
 // A work tile may be cut at the end of any segment. Kernels without a combine kernel: the CTA with its front hands its total
 // over in the workspace, and the CTA with the next part folds its own segments behind it. Until the total has arrived, segments
@@ -91,13 +91,12 @@ class SegmentFold {
     const Cta<C> &cta;
     const WarpRows<C> &rows;
     __device__ __forceinline__ int lane() const { return cta.lane(); }
-    __device__ __forceinline__ uint32_t out(int j) const {
-      return cta.total() + ((rows.first_row() / 16 * kVectors + j) * 32 + cta.lane()) * 16;
-    }
+    decltype(cta.total(0)) base;
+    __device__ __forceinline__ auto out(int j) const { return base + j * Cta<C>::kTotalStep; }
     __device__ __forceinline__ uint32_t stats(int r) const { return cta.total_stats() + rows.row_of(r) * 8; }
   };
   using Total = SegmentTotal<kVectors, TotalLayout>;
-  __device__ __forceinline__ Total total() const { return Total({cta_, rows_}); }
+  __device__ __forceinline__ Total total() const { return Total({cta_, rows_, cta_.total(rows_.first_row() / 16)}); }
 
   __device__ __forceinline__ uint32_t state_at() const { return cta_.segment_state() + rows_.first_row() / 16 * 4; }
   __device__ __forceinline__ void save_state() const {
@@ -153,11 +152,8 @@ class SegmentFold {
   // Waits for the total of the partition before, and folds the stored segments. CTAs wait for CTAs with lower numbers alone,
   // which have started before them and hand over what begins in them before they wait themselves: they cannot deadlock.
   __device__ __forceinline__ void receive() {
-    if (cta_.lane() == 0) {
-      int32_t *arrived = flag(rows_.work->first_partial);
-      while (load_acquire(arrived) == 0) __nanosleep(100);
-      *arrived = 0;
-    }
+    while (!has_arrived()) __nanosleep(100);
+    if (cta_.lane() == 0) *flag(rows_.work->first_partial) = 0;
     __syncwarp();
     const float4 *from = partial_at(rows_.work->first_partial);
     const float4 stats = __ldcg(from);

@@ -56,8 +56,15 @@ using SharedStorage =
 // Kernels for FA_FLAG_SAME_BITS: the total of the segments that are folded so far (segments.cuh), behind SharedStorage. `out`:
 // of each warp, four accumulators of each lane beside those of the other lanes. `stats`: M and L of the rows.
 template <int kHeadDim, int kWarpgroups>
+struct TotalOut {
+  alignas(16) float lanes[kWarpgroups * 4][kHeadDim / 8][32][4];
+};
+// Beside Q of wide heads, and beside the pipeline of 8-bit KV, there is no room for O: it is in the workspace.
+constexpr bool total_is_shared(int head_dim, int stages_8bit) { return head_dim <= (stages_8bit > 0 ? 64 : 128); }
+struct NoTotalOut {};
+template <int kHeadDim, int kWarpgroups, int kStages8Bit>
 struct SegmentTotals {
-  alignas(16) float out[kWarpgroups * 4][kHeadDim / 8][32][4];
+  std::conditional_t<total_is_shared(kHeadDim, kStages8Bit), TotalOut<kHeadDim, kWarpgroups>, NoTotalOut> out;
   float stats[kWarpgroups * kWarpgroupRows][2];
   int32_t state[kWarpgroups * 4];  // of each warp, a SegmentState
 };
@@ -69,7 +76,7 @@ constexpr size_t segment_totals_offset() {
 template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>
 constexpr size_t storage_bytes_of(bool same_bits) {
   return same_bits ? segment_totals_offset<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>() +
-                         sizeof(SegmentTotals<kHeadDim, kWarpgroups>)
+                         sizeof(SegmentTotals<kHeadDim, kWarpgroups, kStages8Bit>)
                    : sizeof(SharedStorage<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>);
 }
 

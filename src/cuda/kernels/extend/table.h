@@ -44,7 +44,9 @@ struct Shape {
   X(d64s, 64, 2, 128, 12, 0, false, true)  \
   X(d64sp, 64, 2, 128, 12, 0, true, true)  \
   X(d128s, 128, 2, 128, 5, 0, false, true) \
-  X(d128sp, 128, 2, 128, 5, 0, true, true)
+  X(d128sp, 128, 2, 128, 5, 0, true, true) \
+  X(d256s, 256, 2, 64, 5, 0, false, true)  \
+  X(d256sp, 256, 2, 64, 5, 0, true, true)
 
 #define FA_EXTEND_SHAPE(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel, same_bits) \
   {#name,                                                                                                                  \

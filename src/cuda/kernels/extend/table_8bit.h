@@ -9,4 +9,8 @@
   X(d64, 64, 2, 128, 6, 12, false, false)  \
   X(d64p, 64, 2, 128, 6, 12, true, false)  \
   X(d128, 128, 2, 128, 4, 6, false, false) \
-  X(d128p, 128, 2, 128, 4, 6, true, false)
+  X(d128p, 128, 2, 128, 4, 6, true, false) \
+  X(d64s, 64, 2, 128, 6, 12, false, true)  \
+  X(d64sp, 64, 2, 128, 6, 12, true, true)  \
+  X(d128s, 128, 2, 128, 4, 6, false, true) \
+  X(d128sp, 128, 2, 128, 4, 6, true, true)

@@ -42,6 +42,7 @@ class Forward {
   using OutFragment = QkFragment<kMt, kDt>;
   static constexpr int kPPitch = C::kTile * 2;
   static constexpr bool kMasksByScore = C::has(kTileBias | kAnyBias | kScoreText);  // a score of -inf may mask any pair
+  static constexpr bool kMaySameBits = C::has(kMaxLogit);  // kernels for any score terms serve FA_FLAG_SAME_BITS, too
   static constexpr int kBiasGroups =
       C::kStagesBias ? 1 : 0;  // cp.async groups of bias, committed after those of K and V and needed later
 
@@ -347,7 +348,7 @@ class Forward {
       for (int j = 0; j < kDt; ++j) {
         const float *x = &out_[r / 2][j][r % 2 * 2];
         st_shared_4(rows_.smem_q() + swizzled<kPitch>(local, column_tile(j)) + (rows_.lane & 3) * 4,
-                    pack2<Element>(x[0] * factor[r], x[1] * factor[r]));
+                    pack2<Element>(scaled_out<kMaySameBits>(x[0], factor[r]), scaled_out<kMaySameBits>(x[1], factor[r])));
       }
     }
     __syncwarp();

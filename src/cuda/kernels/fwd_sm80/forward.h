@@ -32,8 +32,9 @@ struct ForwardParams {
   // both 2^p_exponent times as large. The factor cancels in out = sum of P V / row sum, and in lse = m + log2(row sum).
   float p_exponent;
   float rescale_threshold;
-  DataMask mask;     // read by kernels with kDataMask
-  float *max_logit;  // (heads_q), or null; read by kernels with kMaxLogit. rescale_threshold is 0 with it, so that m is exact.
+  DataMask mask;  // read by kernels with kDataMask
+  // (heads_q), or null; read by kernels with kMaxLogit. With it, and for FA_FLAG_SAME_BITS, rescale_threshold is 0: m is exact.
+  float *max_logit;
   int64_t max_logit_stride;
 };
 

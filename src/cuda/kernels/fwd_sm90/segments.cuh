@@ -24,8 +24,8 @@ class SegmentConsumer : private Consumer<C> {
   using Base::at_, Base::k_, Base::out_, Base::p_, Base::p_operand_, Base::q_, Base::s_, Base::smem_, Base::softmax_, Base::v_,
       Base::work_, Base::epilogue_, Base::recompute_;
   using typename Base::Fragment, typename Base::OutFragment, typename Base::WorkTile;
-  static constexpr int kSegmentTiles = kSegmentKeys / kSegmentTileKeys;
-  static_assert(C::kScores == kPlain && C::kKeys == kSegmentTileKeys && !C::kFp8 && C::kOutAtoms > 0);
+  static constexpr int kSegmentTiles = kSegmentKeys / C::kKeys;
+  static_assert(C::kScores == kPlain && C::kKeys == segment_tile_keys(C::kD) && !C::kFp8 && C::kOutAtoms > 0);
 
  public:
   using Base::Base;
