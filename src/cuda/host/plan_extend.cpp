@@ -25,8 +25,13 @@ int64_t segment_bytes(const ForwardProblem &p, const extend::Shape &shape) {
 
 bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
   using extend::kShapes, extend::Shape;
-  // With a few partials for each work tile the last CTA of the tile adds the others to its own; more are added by a combine kernel.
+  // With a few partials for each work tile the last CTA of the tile adds the others to its own; more are added by a combine kernel. Under
+  // FA_FLAG_SAME_BITS a CTA in the middle of a work tile has to wait for the total of the one before it, so the combine kernel begins to pay with
+  // 2.5 CTAs for each tile.
   constexpr int64_t kManyPartials = 6;
+  const auto has_few = [&](int64_t tiles) {
+    return p.same_bits ? tiles * 5 <= device.multiprocessors * 2 : tiles * kManyPartials <= device.multiprocessors;
+  };
   const int64_t rows = p.q_lengths.max_len * p.group;
   const bool kv_8bit = is_quantised(p.k.dtype);
   const std::span<const KernelRow> kernels = candidates(Family::extend, Pass::forward, needs);
@@ -34,8 +39,7 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   int32_t found = 0;
   for (; found < extend::kNumShapes; ++found) {
     if (!can_run(kernels[static_cast<size_t>(found)], needs, device)) continue;
-    const bool few_tiles =
-        p.batch * p.heads_k * ceil_div(rows, kShapes[found].rows()) * kManyPartials <= device.multiprocessors;
+    const bool few_tiles = has_few(p.batch * p.heads_k * ceil_div(rows, kShapes[found].rows()));
     if (kShapes[found].same_bits != p.same_bits) continue;
     // Under FA_FLAG_SAME_BITS the combine kernel has a partial for each segment of every work tile.
     const bool combines = few_tiles && (!p.same_bits || segment_bytes(p, kShapes[found]) <= kMostSegmentBytes);

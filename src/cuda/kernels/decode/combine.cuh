@@ -57,7 +57,7 @@ class Combine {
     cta_.set_split_tile(tile);
     const int warp = static_cast<int>(uniform(threadIdx.x >> 5)), vectors = cta_.rows * kVectors;
     // By the number of partials alone: the order of the sum must not depend on the size of the launch.
-    const bool one_warp_per_slice = C::kSameBits || tile.num_partials <= kPartialsInFlight;
+    const bool one_warp_per_slice = tile.num_partials <= kPartialsInFlight;
     const int slice = one_warp_per_slice ? cta * kCombineWarps + warp : cta,
               slices = one_warp_per_slice ? num_ctas * kCombineWarps : num_ctas,
               begin = one_warp_per_slice ? 0 : tile.num_partials * warp / kCombineWarps,
@@ -78,8 +78,12 @@ class Combine {
     for (int at = slice * 32 + cta_.lane_id; at - cta_.lane_id < vectors; v = vector(at)) {
       float4 x{0.f, 0.f, 0.f, 0.f};
       float2 stats{-1e30f, 0.f};
-      if (at < vectors) merge_range(v, begin, end, x, stats);
-      if (!one_warp_per_slice) {
+      if (C::kSameBits && !one_warp_per_slice) {
+        fold_by_turns(v, at < vectors ? tile.num_partials : 0, tile.num_partials, warp, shared, x, stats);
+      } else if (at < vectors) {
+        merge_range(v, begin, end, x, stats);
+      }
+      if (!C::kSameBits && !one_warp_per_slice) {
         shared.x[warp][cta_.lane_id] = x;
         shared.stats[warp][cta_.lane_id] = stats;
         __syncthreads();
@@ -183,13 +187,57 @@ class Combine {
     }
   }
 
+  // For FA_FLAG_SAME_BITS: all warps have the same vectors. In turn each folds the next few partials into the total that the warp before it hands
+  // over; its own next ones are on their way while the others have their turns. All warps get the total. `end` is `count`, or 0 without a vector.
+  __device__ __forceinline__ void fold_by_turns(const Vector &v, int end, int count, int warp, Shared &shared, float4 &x,
+                                                float2 &stats) const {
+    constexpr int kTurn = 6;
+    float4 out[kTurn];
+    float2 stats_of[kTurn];
+    const auto load = [&](int first) {
+#pragma unroll
+      for (int n = 0; n < kTurn; ++n) {
+        const int index = first_partial_ + (first + n) * partial_step_;
+        stats_of[n] = {kNoMax, 0.f};
+        out[n] = {0.f, 0.f, 0.f, 0.f};
+        if (first + n >= end) continue;
+        stats_of[n] = load_now(v.partial_stats + index * C::kRows);
+        out[n] = load_now(v.partial_out + int64_t{index} * (C::kRows * kVectors));
+      }
+    };
+    load(warp * kTurn);
+#pragma unroll 1
+    for (int turn = 0; turn * kTurn < count; ++turn) {
+      if (turn % kCombineWarps == warp) {
+        if (turn > 0) {
+          x = shared.x[0][cta_.lane_id];
+          stats = shared.stats[0][cta_.lane_id];
+        }
+#pragma unroll
+        for (int n = 0; n < kTurn; ++n) {
+          if (stats_of[n].x == kNoMax) continue;  // sees no key: out is not stored
+          const FoldScales scales = fold_row(stats.x, stats.y, stats_of[n].x, stats_of[n].y);
+          x = {fold_out(scales, x.x, out[n].x), fold_out(scales, x.y, out[n].y), fold_out(scales, x.z, out[n].z),
+               fold_out(scales, x.w, out[n].w)};
+        }
+        shared.x[0][cta_.lane_id] = x;
+        shared.stats[0][cta_.lane_id] = stats;
+        load((turn + kCombineWarps) * kTurn);
+      }
+      __syncthreads();
+    }
+    x = shared.x[0][cta_.lane_id];
+    stats = shared.stats[0][cta_.lane_id];
+  }
+
   Cta<C> &cta_;
   const Epilogue<C> &epilogue_;
   int first_partial_, next_partial_, partial_step_;  // indices of the partials: first, second, and the stride from then on
 };
 
 template <class C>
-__global__ void __launch_bounds__(kCombineThreads, kCombineMinCtas) combine_partials(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(kCombineThreads, C::kSameBits ? 4 : kCombineMinCtas)
+    combine_partials(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
     __shared__ typename Combine<C>::Shared shared;

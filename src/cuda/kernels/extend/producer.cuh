@@ -167,6 +167,10 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     const uint32_t to = C::k8BitKv ? smem_8bit(load_8bit_.stage()) + lane_ * 16 : smem_vector(vector);
     // The i-th group of rows that the warp loads together.
     const auto smem_rows = [&](int i) { return C::k8BitKv ? to + i * kWarpLoadBytes : row_group(to, i); };
+    if constexpr (kPublishesEarly) {
+      const auto stage_is_free = [&] { return mbarrier_test_wait(this->empty(pipe_.stage()), pipe_.phase() ^ 1); };
+      while (in_flight_ > 0 && !__all_sync(~0u, stage_is_free())) publish_early();
+    }
     if (!C::k8BitKv) mbarrier_wait(this->empty(pipe_.stage()), pipe_.phase() ^ 1);
     if (whole_runs) {
 #pragma unroll
@@ -203,6 +207,19 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     } else {
       ++in_flight_;
     }
+  }
+  // Publishes the oldest tile in flight because no stage is free: the consumers wait for it.
+  __device__ __forceinline__ void publish_early() {
+    static_assert(!kPublishesEarly || kMaxInFlight == 3);
+    if (in_flight_ == 3) {
+      cp_async_wait<2>();
+    } else if (in_flight_ == 2) {
+      cp_async_wait<1>();
+    } else {
+      cp_async_wait<0>();
+    }
+    publish_oldest();
+    --in_flight_;
   }
   // Waits for all tiles in flight and publishes them.
   __device__ __forceinline__ void drain() {
@@ -267,8 +284,10 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   // The warp's keys of an 8-bit tile, row after row.
   __device__ __forceinline__ uint32_t smem_8bit(int n) const { return this->kv_8bit(n) + warp_ * C::kWarpKeys * C::kPitch; }
 
-  // Stages must remain for the tiles in flight, for those being computed on and for those that may be computed on next.
-  static constexpr int kMaxInFlight = C::k8BitKv ? C::kStages8Bit - 1 : C::kStages - 3;
+  // Stages must remain for the tiles in flight, for those being computed on and for those that may be computed on next. Kernels with few stages
+  // publish a tile when the stage of the next one is not free.
+  static constexpr bool kPublishesEarly = C::kSameBits && !C::k8BitKv && C::kStages == 5;
+  static constexpr int kMaxInFlight = C::k8BitKv ? C::kStages8Bit - 1 : C::kStages - (kPublishesEarly ? 2 : 3);
   using OldestState = PipelineState<C::k8BitKv ? C::kStages8Bit : C::kStages>;
 
   int warp_;

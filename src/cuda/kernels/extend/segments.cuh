@@ -53,29 +53,17 @@ class SegmentFold {
       }
       receive();
     }
-    if (state_ == kTotalHere) {
-      total().fold([&](int j) { return Total::vector_of(out, j); }, softmax.max, softmax.sum);
-    } else if (!last) {
-      total().set(out, softmax.max, softmax.sum);
-    }
     if (!last) {
+      if (state_ == kTotalHere) {
+        total().fold([&](int j) { return Total::vector_of(out, j); }, softmax.max, softmax.sum);
+      } else {
+        total().set(out, softmax.max, softmax.sum);
+      }
       state_ = kTotalHere;
       save_state();
       return false;
     }
-    if (state_ == kTotalHere) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float2 stats = total().get_stats(r);
-        softmax.max[r] = stats.x;
-        softmax.sum[r] = stats.y;
-      }
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) {
-        const float4 x = total().get_out(j);
-        out[4 * j] = x.x, out[4 * j + 1] = x.y, out[4 * j + 2] = x.z, out[4 * j + 3] = x.w;
-      }
-    }
+    if (state_ == kTotalHere) total().fold_into(out, softmax.max, softmax.sum);
     if (C::kUsesCombineKernel || rows_.work->partial < 0) return true;
     store(rows_.work->partial, out, softmax);
     __syncwarp();  // all lanes have stored their part
@@ -84,7 +72,7 @@ class SegmentFold {
   }
 
  private:
-  static constexpr int kLoads = 4;  // from the workspace at once: out and Q take most registers
+  static constexpr int kLoads = 16;  // from the workspace at once: out and Q take most registers
 
   // Where the total lies.
   struct TotalLayout {
