@@ -96,6 +96,40 @@ TEST_P(Extend, WideHeadsInPages) {
   }
 }
 
+// Prompts whose tiles of queries of one head fill the device: on Hopper other kernels read the pages. Boxes of 16 to 128 keys of a page; windows,
+// before which no page is looked up; NaN that some tokens see and that none does.
+TEST_P(Extend, PromptsInPages) {
+  const bool cuda = backend().name().rfind("cuda", 0) == 0;
+  int64_t n = 0;
+  for (const auto &[head_dim, page_size] :
+       {std::pair{64, 16}, {128, 64}, {256, 16}, {64, 256}, {128, 48}, {192, 64}, {128, 16}}) {
+    Case c = base("extend: prompts in pages");
+    if (++n % 5 != 2 && !cuda) continue;
+    c.dtype = n % 2 == 0 ? FA_BFLOAT16 : FA_FLOAT16;
+    c.heads_q = c.heads_k = cuda ? 45 : 2;
+    c.head_dim = c.head_dim_v = head_dim;
+    if (n == 5) c.head_dim_v = 64;
+    c.q.seqlen = n == 4 ? 300 : 185;
+    c.k.seqlen = 300;
+    c.page_size = page_size;
+    c.spare_pages = 2;
+    c.k.used = {300, n == 3 ? 0 : 131, 200};
+    if (n == 1) c.q.used = {185, 70, 0};
+    if (n % 3 == 1) c.window_left = 70;
+    if (n == 5) c.mask = FA_MASK_NONE;
+    if (n == 7) {
+      c.q.packed = 1;
+      c.q.slots = {185, 20, 100};
+    }
+    if (n == 1 || n == 3) c.softcap = 5;
+    c.alibi = n == 1 || n == 5;
+    c.sink = n % 2;
+    c.nan_keys = 1;
+    c.nan_visible = n == 2 || n == 4 ? 3 : 0;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
 TEST_P(Extend, LengthsAndPages) {
   for (const int64_t page_size : {0, 1, 3, 16, 48, 256}) {
     for (const int64_t seqlen_q : {12, 45}) {

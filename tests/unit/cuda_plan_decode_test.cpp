@@ -425,6 +425,45 @@ TEST(CudaPlan, QuantisedQueriesOfManyRows) {
   }
 }
 
+// Prompts from pages: tiles of queries of one head where they fill the device, and queries the tiles; else tiles that the heads of a group share.
+TEST(CudaPlan, PromptsInPages) {
+  const struct {
+    const char *kernel;
+    int64_t queries, heads_k, group, head_dim, page_size;
+    std::function<void(MaskedProblem &)> set;
+  } cases[] = {
+      {"sm90_fwd_bf16_d128p", 4096, 8, 8, 128, 16, [](MaskedProblem &) {}},
+      {"sm90_fwd_bf16_d64p", 4096, 8, 8, 64, 256, [](MaskedProblem &) {}},
+      {"sm90_fwd_bf16_d256p", 4096, 8, 2, 192, 48, [](MaskedProblem &) {}},
+      {"sm90_fwd_bf16_d128p", 512, 8, 8, 128, 16, [](MaskedProblem &) {}},
+      {"sm90_fwd_bf16_d128p", 192, 35, 2, 128, 16, [](MaskedProblem &) {}},
+      {"extend_fwd_bf16_d128", 4096, 8, 8, 96, 16, [](MaskedProblem &) {}},
+      {"sm90_fwd_bf16_d128p", 512, 8, 8, 128, 16,
+       [](MaskedProblem &p) { p.q_lengths.cu = &unreadable, p.q_lengths.total = p.batch * 480; }},
+      {"extend_fwd_bf16_d128", 512, 8, 8, 128, 16,  // a prompt and single tokens
+       [](MaskedProblem &p) { p.q_lengths.cu = &unreadable, p.batch = 64, p.q_lengths.total = 512 + 63; }},
+      {"sm90_fwd_bf16_d128samep", 512, 8, 8, 128, 16,
+       [](MaskedProblem &p) { p.same_bits = p.batch_invariant = p.deterministic = true; }},
+      {"extend_fwd_bf16_d128", 200, 35, 2, 128, 16, [](MaskedProblem &) {}},  // tiles that queries do not fill
+      {"extend_fwd_bf16_d128_split", 16, 40, 8, 128, 16, [](MaskedProblem &) {}},
+      {"extend_fwd_bf16_d128_split", 512, 2, 8, 128, 16, [](MaskedProblem &) {}},  // few tiles
+      {"extend_fwd_bf16_d128", 4096, 8, 8, 128, 24, [](MaskedProblem &) {}},
+      {"sm90_fwd_bf16_d128gp", 4096, 8, 8, 128, 16, [](MaskedProblem &p) { p.softcap = 5; }},
+      {"sm90_fwd_bf16_d64gp", 4096, 8, 8, 64, 16, [](MaskedProblem &p) { p.softcap = 5; }},
+      {"extend_fwd_bf16_d128", 4096, 8, 8, 128, 16, [](MaskedProblem &p) { p.batch_invariant = true; }},
+      {"extend_fwd_bf16_d128", 4096, 8, 8, 128, 16, [](MaskedProblem &p) { p.num_splits = 3; }},
+  };
+  for (const auto &c : cases) {
+    MaskedProblem p = problem(c.queries, 9000, c.head_dim);
+    p.heads_k = c.heads_k;
+    p.group = c.group;
+    p.heads_q = c.heads_k * c.group;
+    set_pages(p, c.page_size);
+    c.set(p);
+    EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), c.kernel) << c.queries << " queries of " << p.heads_q << " heads";
+  }
+}
+
 TEST(CudaPlan, ExtendKernels) {
   MaskedProblem p = problem(300, 50000, 128);
   p.page_table = reinterpret_cast<const int32_t *>(&unreadable);

@@ -146,10 +146,13 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
           with_max.max_logit = &unreadable;
           const ForwardPlan of_max = forward_plan(with_max, device);
           forward.insert({of_max.family, of_max.shape});
-          MaskedProblem pages = p;
-          set_pages(pages, 64);
-          const ForwardPlan of_pages = forward_plan(pages, device);
-          forward.insert({of_pages.family, of_pages.shape});
+          for (const int64_t batch : {2, 20}) {
+            MaskedProblem pages = p;
+            pages.batch = batch;
+            set_pages(pages, 64);
+            const ForwardPlan of_pages = forward_plan(pages, device);
+            forward.insert({of_pages.family, of_pages.shape});
+          }
           set_fp8(p, Dtype::bf16);
           const ForwardPlan of_fp8 = forward_plan(p, device);
           forward.insert({of_fp8.family, of_fp8.shape});
@@ -158,8 +161,9 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             MaskedProblem same = problem(500, keys, head_dim, head_dim_v);
             set_dtype(same, Dtype::bf16);
             same.same_bits = same.batch_invariant = same.deterministic = true;
-            for (const Dtype keys_of : {Dtype::bf16, Dtype::i8}) {
+            for (const auto &[keys_of, paged] : {std::pair{Dtype::bf16, false}, {Dtype::i8, false}, {Dtype::bf16, true}}) {
               same.k.dtype = same.v.dtype = keys_of;
+              if (paged) set_pages(same, 16);
               for (const int64_t queries : {1, 500, 2000}) {
                 same.q_lengths.max_len = queries;
                 ForwardPlan plan;

@@ -173,8 +173,8 @@ fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const La
   auto &scored = launches.make_params<ScoreTextParams<ForwardParams>>();
   ForwardParams &params = scored.params;
   params.problem = p;
-  if (shape.paged()) {
-    set_pages(p, plan, shape, memory, params.pages);
+  if (shape.pages) set_pages(p, plan, shape, memory, params.pages);
+  if (shape.packs_heads()) {
     FA_RETURN_IF_ERROR(describe_head_rows(memory.driver, "q", p.q, p.q_lengths, p.batch, p.heads_q, p.head_dim,
                                           plan.rows_per_token, params.pages.tile_tokens, params.q_map, error));
   } else {
@@ -182,10 +182,10 @@ fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const La
                                      64, params.q_map, error));
   }
   const auto describe = [&](const char *name, const Operand &tensor, int64_t columns, int32_t box_atoms, CUtensorMap &map) {
-    if (shape.paged()) {
-      const PageBoxes &boxes = &tensor == &p.k ? params.pages.k : params.pages.v;
-      return describe_pages(memory.driver, name, p, tensor, columns, box_atoms * 64, 1 << boxes.box_log2, map, error);
-    }
+    const int32_t box_keys = 1 << (&tensor == &p.k ? params.pages.k : params.pages.v).box_log2;
+    if (shape.packs_heads())
+      return describe_pages(memory.driver, name, p, tensor, columns, box_atoms * 64, box_keys, map, error);
+    if (shape.pages) return describe_kv(memory.driver, name, p, tensor, columns, 64, box_keys, map, error);
     return describe_rows(memory.driver, name, tensor, p.k_lengths, p.batch, p.heads_k, columns, box_atoms, shape.kv_tile, map,
                          error);
   };
@@ -230,7 +230,7 @@ fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const La
   use_score_text(memory.score_text, scored, launch);
   if (launch.at_run_time) launch.shared_bytes = shape.score_text_storage_bytes;
   launches.add("forward kernel", launch, &params);
-  if (shape.paged()) add_merge(p, plan.num_splits, params.pages.split_out, params.pages.split_lse, launches);
+  if (shape.packs_heads()) add_merge(p, plan.num_splits, params.pages.split_out, params.pages.split_lse, launches);
   return FA_OK;
 }
 
@@ -238,7 +238,7 @@ fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const La
 
 fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
                        ErrorText &error) {
-  if (!kForwardShapes[plan.shape].paged()) return add_forward(p, plan, memory, launches, error);
+  if (!kForwardShapes[plan.shape].packs_heads()) return add_forward(p, plan, memory, launches, error);
   return add_forward(add_pages(p, plan, memory, launches), plan, memory, launches, error);
 }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "cuda/host/planners.h"
+#include "cuda/host/plan_stream_k.h"
 #include "cuda/kernels/fwd_sm90/forward_table.h"
 #include "cuda/kernels/fwd_sm90/transposed_v.h"
 
@@ -57,6 +57,12 @@ bool takes_pages(const ForwardProblem &p) {
   };
   return p.k_lengths.cu == nullptr && p.page_size % (p.page_table != nullptr ? 16 : 8) == 0 && p.page_size <= INT32_MAX &&
          p.num_pages <= INT32_MAX && readable(p.k, p.head_dim) && readable(p.v, p.head_dim_v);
+}
+
+// The same for narrower heads, of which boxes are swizzle atoms of one page each.
+bool takes_narrow_pages(const Problem &p) {
+  constexpr int32_t kBoxRows = 16;  // at least: each lane of a producer warp loads one box of a KV tile
+  return is_kv_tma_compatible(p, p.k, p.head_dim, kBoxRows) && is_kv_tma_compatible(p, p.v, p.head_dim_v, kBoxRows);
 }
 
 // Keys of a sequence in the copy of 8-bit K and V: whole KV tiles. -1: the copy would be too large.
@@ -139,13 +145,15 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
   const int64_t widened_keys = widens ? widened_keys_of(p) : 0;
   const bool wide = std::max(p.head_dim, p.head_dim_v) > kNarrowHead,
              asks = needs.operands == k16Bit ? paged || prefers_packed_rows(p, device) : widens;
-  bool pages = wide && asks && widened_keys >= 0 && takes_pages(in_pages(p, widened_keys, nullptr));
+  bool pages = wide ? asks && widened_keys >= 0 && takes_pages(in_pages(p, widened_keys, nullptr))
+                    : paged && !widens && takes_narrow_pages(p);
   if (paged && !pages) return false;
   const KernelRow *chosen = nullptr;
   const auto find = [&] {
     for (const KernelRow &kernel : candidates(Family::sm90, Pass::forward, needs)) {
       const sm90::ForwardShape &shape = sm90::kForwardShapes[kernel.shape];
-      if (shape.same_bits != ((needs.features & kSameBits) != 0) || shape.paged() != pages) continue;
+      if (shape.same_bits != ((needs.features & kSameBits) != 0) || shape.pages != pages || (pages && shape.wide() != wide))
+        continue;
       const bool triangle = causal && p.k_lengths.max_len <= shape.max_causal;
       if (p.q_lengths.max_len > (triangle ? shape.max_causal : shape.max_queries) || !can_run(kernel, needs, device)) continue;
       if ((p.block_mask.data != nullptr && shape.is_too_coarse(p.block_mask.size_k)) ||
@@ -164,8 +172,9 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
   }
   if (chosen == nullptr) return false;
   const sm90::ForwardShape &shape = sm90::kForwardShapes[chosen->shape];
-  const int64_t tile_heads = shape.paged() ? tile_heads_of(p) : 1,
-                row_blocks = shape.paged() ? packed_row_blocks(p, tile_heads) : ceil_div(p.q_lengths.max_len, shape.rows());
+  const int64_t tile_heads = shape.packs_heads() ? tile_heads_of(p) : 1,
+                row_blocks =
+                    shape.packs_heads() ? packed_row_blocks(p, tile_heads) : ceil_div(p.q_lengths.max_len, shape.rows());
   if (p.heads_q * p.batch > INT32_MAX / 2 / row_blocks) return false;
   const int64_t transposed_v_keys = shape.fp8 ? sm90::transposed_v_keys(p.k_lengths, p.batch) : 0;
   if (transposed_v_keys > INT32_MAX) return false;
@@ -183,7 +192,7 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
   plan.workspace_bytes = static_cast<size_t>((p.k_lengths.cu != nullptr ? 1 : p.batch) * p.heads_k * p.head_dim_v) *
                          static_cast<size_t>(transposed_v_keys);
   plan.tma_kv = true;
-  if (shape.paged()) {
+  if (shape.packs_heads()) {
     plan.num_splits = splits_of(p, device, shape, plan.tiles);
     plan.blocks *= plan.num_splits;
     if (plan.num_splits > 1) {
@@ -205,9 +214,10 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
       shape.same_bits ? "Hopper kernel (wgmma, TMA) for FA_FLAG_SAME_BITS and plain scores: segments of 1024 keys are "
                         "folded in the order of their keys"
       : widens        ? "Hopper kernel (wgmma, TMA) for pages of wide heads; a kernel before it widens 8-bit K and V to 16 bits"
-      : shape.paged()
+      : shape.packs_heads()
           ? "Hopper kernel (wgmma, TMA) for pages or few queries of wide heads: the query heads of a group share each KV tile"
-          : hopper_reason(shape.scores, p.score_text.given);
+      : shape.pages ? "Hopper kernel (wgmma, TMA) for pages and tiles of queries of one head"
+                    : hopper_reason(shape.scores, p.score_text.given);
   return true;
 }
 
@@ -216,12 +226,28 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
 // tile, if that takes half as many tiles (of 128 rows or more).
 bool beats_sm90(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &hopper) {
   constexpr int64_t kFewQueries = 16;
-  if (sm90::kForwardShapes[hopper.shape].paged()) return false;
+  if (sm90::kForwardShapes[hopper.shape].packs_heads()) return false;
   const int64_t row_blocks = ceil_div(p.q_lengths.max_len, std::max(kernel_of(hopper).rows, 128));
   if (other.family == Family::simt) return p.q_lengths.max_len <= kFewQueries;  // of a score text
   return p.q_lengths.max_len <= kFewQueries ||
          (other.num_splits > 1 && row_blocks * p.heads_q * p.batch * 2 < device.multiprocessors) ||
          (other.rows_per_token > 1 && int64_t{other.row_blocks} * 2 <= row_blocks * p.group);
+}
+
+bool reads_pages_by_heads(const ForwardPlan &hopper) {
+  const sm90::ForwardShape &shape = sm90::kForwardShapes[hopper.shape];
+  return shape.pages && !shape.packs_heads();
+}
+
+// Work tiles of sm90 take 0.85 of the time of as many rows of extend, whether queries fill them or not; and extend gives all SMs keys where there
+// are few work tiles. Packed sequences count with their mean length: where prompts are mixed with single tokens most tiles would have one row.
+bool extend_reads_pages_better(const Problem &p, const Device &device, const ForwardPlan &extend, const ForwardPlan &hopper) {
+  constexpr int64_t kFewQueries = 16;
+  const int64_t queries = p.q_lengths.cu != nullptr ? p.q_lengths.total / std::max<int64_t>(p.batch, 1) : p.q_lengths.max_len;
+  const int64_t tile = kernel_of(hopper).rows, tiles = ceil_div(queries, tile), shared_tile = kernel_of(extend).rows,
+                shared_tiles = ceil_div(queries * p.group, shared_tile);
+  if (queries <= kFewQueries || tiles * p.heads_q * p.batch < device.multiprocessors) return true;
+  return shared_tiles * shared_tile * 100 < tiles * tile * p.group * 85;
 }
 
 }  // namespace fa::cuda

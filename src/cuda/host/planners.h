@@ -34,6 +34,12 @@ ForwardProblem in_pages(const ForwardProblem &problem, int64_t widened_keys, voi
 // Whether the kernel of `other` serves a problem better than that of `hopper`, of family sm90.
 bool beats_sm90(const Problem &problem, const Device &device, const ForwardPlan &other, const ForwardPlan &hopper);
 
+// Whether a plan of family sm90 is for pages, and its work tiles have queries of one head each.
+bool reads_pages_by_heads(const ForwardPlan &hopper);
+// Whether extend, whose work tiles have the query heads of a group as rows, serves such a problem better.
+bool extend_reads_pages_better(const Problem &problem, const Device &device, const ForwardPlan &extend,
+                               const ForwardPlan &hopper);
+
 // The same for the kernels of fp32 operands.
 bool beats_sm90_fp32(const Problem &problem, const Device &device, const ForwardPlan &other, const ForwardPlan &sm90_fp32);
 

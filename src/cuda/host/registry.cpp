@@ -94,16 +94,17 @@ constexpr auto kRows = concatenate(
     rows_of(sm90::kForwardShapes, Family::sm90, Pass::forward,
             [](KernelRow &row, const sm90::ForwardShape &shape) {
               row.set = "sm90_fwd";
-              row.operands = shape.fp8 ? kFp8 : shape.paged() && shape.scores == kPlain ? k16Bit | k8BitKv : k16Bit;
+              row.operands = shape.fp8 ? kFp8 : shape.packs_heads() && shape.scores == kPlain ? k16Bit | k8BitKv : k16Bit;
               row.scores = shape.scores | hopper_text(shape, false);
               // Not batch-invariant: the choice of a shape depends on max_seqlen_q, which is the batch's. With FA_FLAG_SAME_BITS that
               // does not matter, since all kernels for it have the same arithmetic.
               row.features = kDeterministic | kSeparateV |
                              (shape.same_bits ? kSameBits | kBatchInvariant | kBatchInvariantVarlenQ | kSplitKv
-                              : sm90::skips_left_padding(shape.groups, shape.fp8, shape.scores) && !shape.paged()
+                              : sm90::skips_left_padding(shape.groups, shape.fp8, shape.scores) && !shape.pages
                                   ? kLeftPadding
                                   : left_padding_by_mask(shape.scores)) |
-                             (shape.paged() ? kPagedKv | kSplitKv : 0) | (shape.scores != kPlain ? 0 : kPlainScores);
+                             (shape.pages ? kPagedKv : 0) | (shape.packs_heads() ? kSplitKv : 0) |
+                             (shape.scores != kPlain ? 0 : kPlainScores);
             }),
     rows_of(decode::kShapes, Family::decode, Pass::forward,
             [](KernelRow &row, const decode::Shape &shape) {

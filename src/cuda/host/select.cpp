@@ -129,6 +129,7 @@ fa_status check_same_bits(const BackwardProblem &b, const Device &device, ErrorT
 //   any                   any                                           decode
 //   any                   any                                           mla
 //   8-bit                 any                                           sm90 (fp8), any device
+//   16-bit, pages         extend_reads_pages_better()                         extend
 //   16-bit, fp32          any, unless beats_sm90() prefers the next     sm90
 //   fp32                  any, unless beats_sm90_fp32() prefers it      sm90_fp32
 //   16-bit, fp32          any                                           extend, any device
@@ -143,7 +144,11 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
     // Both have the same arithmetic. With tiles for less than half of the device those of extend are faster.
     ForwardPlan sm90;
     const bool hopper = plan_sm90(p, needs, device, sm90), extend = plan_extend(p, needs, device, plan);
-    if (hopper && (!extend || (sm90.tiles * 2 >= device.multiprocessors && !beats_sm90(p, device, plan, sm90)))) {
+    const auto extend_is_better = [&] {
+      if (reads_pages_by_heads(sm90)) return extend_reads_pages_better(p, device, plan, sm90);
+      return sm90.tiles * 2 < device.multiprocessors || beats_sm90(p, device, plan, sm90);
+    };
+    if (hopper && (!extend || !extend_is_better())) {
       plan = sm90;
       return FA_OK;
     }
@@ -159,8 +164,13 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
   if (plan_decode(p, needs, device, plan)) return FA_OK;
   if (plan_mla(p, needs, device, plan)) return FA_OK;
   if (kv_8bit) return plan_sm90(p, needs, device, plan) ? FA_OK : plan_any_device(p, needs, device, plan, error);
-  ForwardPlan sm90;
+  ForwardPlan sm90, extend;
   const bool hopper = plan_sm90(p, needs, device, sm90);
+  if (hopper && reads_pages_by_heads(sm90) && plan_extend(p, needs, device, extend) &&
+      extend_reads_pages_better(p, device, extend, sm90)) {
+    plan = extend;
+    return FA_OK;
+  }
   const fa_status status = plan_any_device(p, needs, device, plan, error);
   if (hopper && (status != FA_OK || !beats_sm90(p, device, plan, sm90))) {
     plan = sm90;
@@ -171,7 +181,6 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
     plan = fp32;
     return FA_OK;
   }
-  ForwardPlan extend;
   if (!plan_extend(p, needs, device, extend)) return status;
   plan = extend;
   return FA_OK;

@@ -425,7 +425,7 @@ std::vector<Case> cases() {
         }
         c.flags = FA_FLAG_SAME_BITS;
         c.batch = batch;
-        c.heads_k = batch == 2 ? 2 : 3;
+        c.heads_k = batch == 2 ? 2 : 6;
         c.heads_q = 2 * c.heads_k;
         c.head_dim = c.head_dim_v = head_dim;
         c.q.seqlen = batch == 2 ? 7 : 20;
@@ -471,6 +471,34 @@ std::vector<Case> cases() {
         c.nan_visible = 3;
       }
       all.push_back(c);
+    }
+  }
+  // Prompts from pages whose tiles of queries of one head fill the device: plain, with score terms, and with that flag. Some rows see a NaN.
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 128, 256}) {
+      for (const auto &[terms, flags] : {std::pair{0, 0}, {1, 0}, {0, static_cast<int>(FA_FLAG_SAME_BITS)}}) {
+        if (flags != 0 && head_dim > 128) continue;
+        Case c;
+        c.seed = seed_for("every kernel for prompts from pages") + static_cast<int64_t>(all.size());
+        c.dtype = dtype;
+        c.flags = flags;
+        c.batch = 2;
+        c.heads_q = c.heads_k = 70;
+        c.head_dim = c.head_dim_v = head_dim;
+        c.q.seqlen = 180;
+        c.k.seqlen = flags != 0 ? 1300 : 400;
+        c.k.used = {c.k.seqlen, 1 + c.k.seqlen / 2};
+        c.page_size = dtype == FA_FLOAT16 ? 16 : 64;
+        c.mask = FA_MASK_CAUSAL;
+        c.window_left = dtype == FA_FLOAT16 ? 150 : -1;
+        c.softcap = terms != 0 ? 5 : 0;
+        c.alibi = terms;
+        c.sink = 1;
+        c.backward = 0;
+        c.nan_keys = 1;
+        c.nan_visible = dtype == FA_BFLOAT16 ? 3 : 0;
+        all.push_back(c);
+      }
     }
   }
   // Latent caches: less than a row block, and one and a half; NaN that some tokens see and others do not.

@@ -79,7 +79,7 @@ class Combine {
       float4 x{0.f, 0.f, 0.f, 0.f};
       float2 stats{-1e30f, 0.f};
       if (C::kSameBits && !one_warp_per_slice) {
-        fold_by_turns(v, at < vectors ? tile.num_partials : 0, tile.num_partials, warp, shared, x, stats);
+        fold_warp_by_warp(v, at < vectors ? tile.num_partials : 0, tile.num_partials, warp, shared, x, stats);
       } else if (at < vectors) {
         merge_range(v, begin, end, x, stats);
       }
@@ -187,16 +187,16 @@ class Combine {
     }
   }
 
-  // For FA_FLAG_SAME_BITS: all warps have the same vectors. In turn each folds the next few partials into the total that the warp before it hands
-  // over; its own next ones are on their way while the others have their turns. All warps get the total. `end` is `count`, or 0 without a vector.
-  __device__ __forceinline__ void fold_by_turns(const Vector &v, int end, int count, int warp, Shared &shared, float4 &x,
-                                                float2 &stats) const {
-    constexpr int kTurn = 6;
-    float4 out[kTurn];
-    float2 stats_of[kTurn];
+  // For FA_FLAG_SAME_BITS: all warps have the same vectors. One after the other they fold the next few partials into the total that the warp before
+  // hands over; a warp's next ones are on their way while the others fold theirs. All warps get the total. `end` is `count`, or 0 without a vector.
+  __device__ __forceinline__ void fold_warp_by_warp(const Vector &v, int end, int count, int warp, Shared &shared, float4 &x,
+                                                    float2 &stats) const {
+    constexpr int kAtOnce = 6;
+    float4 out[kAtOnce];
+    float2 stats_of[kAtOnce];
     const auto load = [&](int first) {
 #pragma unroll
-      for (int n = 0; n < kTurn; ++n) {
+      for (int n = 0; n < kAtOnce; ++n) {
         const int index = first_partial_ + (first + n) * partial_step_;
         stats_of[n] = {kNoMax, 0.f};
         out[n] = {0.f, 0.f, 0.f, 0.f};
@@ -205,16 +205,16 @@ class Combine {
         out[n] = load_now(v.partial_out + int64_t{index} * (C::kRows * kVectors));
       }
     };
-    load(warp * kTurn);
+    load(warp * kAtOnce);
 #pragma unroll 1
-    for (int turn = 0; turn * kTurn < count; ++turn) {
-      if (turn % kCombineWarps == warp) {
-        if (turn > 0) {
+    for (int round = 0; round * kAtOnce < count; ++round) {
+      if (round % kCombineWarps == warp) {
+        if (round > 0) {
           x = shared.x[0][cta_.lane_id];
           stats = shared.stats[0][cta_.lane_id];
         }
 #pragma unroll
-        for (int n = 0; n < kTurn; ++n) {
+        for (int n = 0; n < kAtOnce; ++n) {
           if (stats_of[n].x == kNoMax) continue;  // sees no key: out is not stored
           const FoldScales scales = fold_row(stats.x, stats.y, stats_of[n].x, stats_of[n].y);
           x = {fold_out(scales, x.x, out[n].x), fold_out(scales, x.y, out[n].y), fold_out(scales, x.z, out[n].z),
@@ -222,7 +222,7 @@ class Combine {
         }
         shared.x[0][cta_.lane_id] = x;
         shared.stats[0][cta_.lane_id] = stats;
-        load((turn + kCombineWarps) * kTurn);
+        load((round + kCombineWarps) * kAtOnce);
       }
       __syncthreads();
     }

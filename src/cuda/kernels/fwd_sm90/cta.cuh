@@ -13,7 +13,7 @@
 namespace fa::cuda::sm90 {
 
 template <typename Element_, typename Out_, int kD_, int kDv_, int kConsumerWarpgroups_, int kKeys_, int kQStages_,
-          int kStages_, int kOutAtoms_, int kCtasPerSm_, ScoreSet kScores_, bool kSameBits_ = false>
+          int kStages_, int kOutAtoms_, int kCtasPerSm_, ScoreSet kScores_, bool kSameBits_ = false, bool kPages_ = false>
 struct ForwardConfig {
   using Element = Element_;
   using Out = Out_;
@@ -24,7 +24,8 @@ struct ForwardConfig {
   static constexpr int kCtasPerSm = kCtasPerSm_;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kSameBits = kSameBits_;  // FA_FLAG_SAME_BITS: segments of keys (segments.cuh)
-  static constexpr bool kSkipsLeftPadding = !kSameBits && skips_left_padding(kConsumerWarpgroups, kFp8, kScores);
+  static constexpr bool kPages = kPages_;        // K and V lie in pages
+  static constexpr bool kSkipsLeftPadding = !kSameBits && !kPages && skips_left_padding(kConsumerWarpgroups, kFp8, kScores);
   static constexpr bool kHasScoreMod = (kScores & kSoftcap) != 0;  // softcap or ALiBi, score by score
   static constexpr bool kAlibiByWgmma = has_alibi_by_wgmma(kScores);
   static constexpr bool kHasDropout = (kScores & kDropout) != 0;
@@ -45,13 +46,17 @@ struct ForwardConfig {
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
   static constexpr int kRows = kConsumerWarpgroups * 64;
   // With a single Q stage each consumer warpgroup frees its rows of Q at its own time. Dedicated warps wait for that and load Q, so that the
-  // producer warp of K and V does not stall. Kernels with a score_mod have too few registers for it; fp8 was not tried.
-  static constexpr int kQProducerWarps =
-      kQStages == 1 && (kMixtures || !kHasScoreMod) && !kHasScoreText && !kFp8 ? (kHasBias ? 1 : 2) : 0;
+  // producer warp of K and V does not stall. With pages K and V have a producer warp each, and Q a third one. Kernels with a score_mod have too few registers for it; fp8 was not tried.
+  static constexpr int kQProducerWarps = kPages ? 1
+                                         : kQStages == 1 && (kMixtures || !kHasScoreMod) && !kHasScoreText && !kFp8
+                                             ? (kHasBias ? 1 : 2)
+                                             : 0;
   // A bias is loaded by a warp of its own, which waits for every warpgroup.
   static constexpr int kBiasProducerWarps = kStagesBias ? 1 : 0;
-  static constexpr int kMmaK = 32 / sizeof(Element);  // the K extent of one wgmma
-  using Storage = ForwardStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8, kScores, kSameBits>;
+  static constexpr int kVProducerWarps = kPages ? 1 : 0;  // beside that of K
+  static constexpr int kMmaK = 32 / sizeof(Element);      // the K extent of one wgmma
+  using Storage =
+      ForwardStorage<kD, kDv, kConsumerWarpgroups, kKeys, kQStages, kStages, kOutAtoms, kFp8, kScores, kSameBits, kPages>;
   static constexpr int kWorkStages = Storage::kWorkStages;
   // Lanes of the scheduler warp that write to the description of a work tile. Each arrives for itself.
   static constexpr int kDescribingLanes = kAlibiByWgmma ? 8 : kConsumerWarpgroups;
@@ -177,6 +182,8 @@ struct SharedMemory {
             p.q_lengths.cu != nullptr ? t.q_row - t.row0 : 0,
             p.k_lengths.cu != nullptr ? t.k_row : 0};
   }
+  // With pages: the keys that some row of the work tile in stage n sees.
+  __device__ __forceinline__ SeenKeys &seen_keys(int n) const { return storage().pages.seen[n]; }
   // For FA_FLAG_SAME_BITS: the KV tiles that a warpgroup sees of the work tile in stage n; and M and L of a row of the CTA.
   __device__ __forceinline__ auto &segment_tiles(int n, int wg) const { return storage().segments.tiles[n][wg]; }
   __device__ __forceinline__ uint32_t total_stats(int row) const {
@@ -208,7 +215,7 @@ struct SharedMemory {
     for (int n = 0; n < C::kWorkStages; ++n) {
       mbarrier_init(work_full(n), C::kDescribingLanes);
       // Consumer warps, and the warps that load.
-      mbarrier_init(work_empty(n), kWarps + 1 + C::kQProducerWarps + C::kBiasProducerWarps);
+      mbarrier_init(work_empty(n), kWarps + 1 + C::kQProducerWarps + C::kBiasProducerWarps + C::kVProducerWarps);
     }
     if constexpr (C::kStagesBias) {
       tma_prefetch_descriptor(&a.bias_map);

@@ -40,7 +40,7 @@ namespace fa::cuda::sm90 {
 
 template <class C>
 __device__ __forceinline__ void run_forward(const ForwardParams &params, const SharedMemory<C> &smem) {
-  constexpr int kProducerWarp = 0, kSchedulerWarp = 1, kFirstQWarp = 2, kBiasWarp = 3;
+  constexpr int kProducerWarp = 0, kSchedulerWarp = 1, kFirstQWarp = 2, kBiasWarp = 3, kVWarp = 3;
   const int warp = (threadIdx.x >> 5) & 3;
   Scheduler<C> scheduler(params, smem);
   bool has_work = false;  // whether the first work tile has rows
@@ -57,11 +57,19 @@ __device__ __forceinline__ void run_forward(const ForwardParams &params, const S
   if (threadIdx.x < 128) {
     setmaxnreg_dealloc<C::kProducerRegisters>();
     if (warp == kProducerWarp) {
-      Producer<C>(params, smem).load_kv();
+      if constexpr (C::kPages) {
+        Producer<C>(params, smem).template load_pages</*kIsK=*/true>();
+      } else {
+        Producer<C>(params, smem).load_kv();
+      }
     } else if (warp == kSchedulerWarp) {
       scheduler.run(has_work);
     } else if constexpr (C::kQProducerWarps > 0) {
-      if (!C::kHasBias || warp < kFirstQWarp + C::kQProducerWarps) Producer<C>(params, smem).load_q_tiles(warp - kFirstQWarp);
+      if ((!C::kHasBias && !C::kPages) || warp < kFirstQWarp + C::kQProducerWarps)
+        Producer<C>(params, smem).load_q_tiles(warp - kFirstQWarp);
+    }
+    if constexpr (C::kPages) {
+      if (warp == kVWarp) Producer<C>(params, smem).template load_pages</*kIsK=*/false>();
     }
     if constexpr (C::kStagesBias) {
       if (warp == kBiasWarp) Producer<C>(params, smem).load_bias();

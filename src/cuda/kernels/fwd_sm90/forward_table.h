@@ -21,9 +21,8 @@ constexpr bool skips_left_padding(int32_t groups, bool fp8, ScoreSet scores) {
   return groups > 1 && !fp8 && !takes_mixtures(scores);
 }
 
-// Which lines are forward_wide.cuh: 0 in the column of Q's stages, or kPages for K and V in pages.
-constexpr int32_t kPages = -1;
-constexpr bool is_wide(int32_t q_stages) { return q_stages <= 0; }
+// Which lines are forward_wide.cuh.
+constexpr bool is_wide(int32_t q_stages) { return q_stages == 0; }
 
 struct ForwardShape {
   const char *name;
@@ -39,14 +38,15 @@ struct ForwardShape {
   ScoreSet scores;      // the score terms it is built for
   bool fp8;             // Q, K and V are e4m3, and V comes transposed
   bool same_bits;       // for FA_FLAG_SAME_BITS, and for nothing else
+  bool pages;           // K and V lie in pages, and for nothing else
   int32_t storage_bytes, score_text_storage_bytes;
   int32_t k_box_atoms, v_box_atoms;  // swizzle atoms of a box of K or V
   int32_t v_part_keys;               // of pages: of the parts in which V is loaded
 
   // A cluster of two CTAs. In each, two warpgroups share 64 rows, a third one has their scores.
   constexpr bool wide() const { return is_wide(q_stages); }
-  // K and V in pages, and nothing else. Query heads that share them are rows of one work tile, and the keys may be split.
-  constexpr bool paged() const { return q_stages == kPages; }
+  // Kernels of wide heads for pages: query heads that share keys are rows of one work tile, the keys may be split, and contiguous keys are a page.
+  constexpr bool packs_heads() const { return pages && wide(); }
   // Whether a kernel with a score text can be made of it, at run time. At head_dim 64 three consumer warpgroups with KV tiles of 128 keys have no registers
   // for a text: there it is the line for dropout.
   constexpr bool takes_score_text() const {
@@ -76,63 +76,71 @@ struct ForwardShape {
 // blocks of 128 and for masks without blocks, one is for smaller blocks. At head_dim 64 one is for all: with blocks of 128 it is within 2 % of two.
 // At head_dim 320 shared memory has two stages of K and V with KV tiles of 48 keys. With 64 keys and one and a half stages of V, loads are late.
 // The columns of stages are 0 for forward_wide.cuh: WideStorage fills the shared memory that there is. d320c is for few work tiles.
-// X(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits)
+// X(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits, pages)
 // One kernel a line, as the build reads it:
 // clang-format off
 #define FA_SM90_FORWARD_TABLE(X) \
-  X(d64s, 64, 64, 1, 64, 2, 3, 1, 256, 512, kPlain, false, false)                      \
-  X(d64, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false, false)        \
-  X(d96, 96, 96, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kPlain, false, false)         \
-  X(d128s, 128, 128, 2, 128, 2, 2, 2, 256, 256, kPlain, false, false)                  \
-  X(d128, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kPlain, false, false)      \
-  X(d192_128, 192, 128, 3, 64, 1, 3, 0, kAnyLength, kAnyLength, kPlain, false, false)  \
-  X(d192, 192, 192, 2, 80, 1, 2, 3, kAnyLength, kAnyLength, kPlain, false, false)      \
-  X(d256, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, false)      \
-  X(d64same, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false, true)     \
-  X(d128same, 128, 128, 2, 128, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, true)  \
-  X(d64l, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kAlibi, false, false)           \
-  X(d64g, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)    \
-  X(d64d, 64, 64, 3, 96, 2, 3, 1, kAnyLength, kAnyLength, kDropout, false, false)     \
-  X(d128l, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kAlibi, false, false)         \
-  X(d128g, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \
-  X(d256g, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \
-  X(d64b, 64, 64, 1, 64, 2, 3, 1, kAnyLength, kAnyLength, kMasked, false, false) \
-  X(d128b, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kMasked, false, false) \
-  X(d128b64, 128, 128, 1, 64, 1, 2, 2, kAnyLength, kAnyLength, kMasked, false, false) \
-  X(d256b, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMasked, false, false) \
-  X(d128d, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kDropout, false, false)  \
-  X(d256r, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kDropout, false, false)   \
-  X(d64x, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kMaxLogit, false, false)    \
-  X(d128x, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kMaxLogit, false, false)  \
-  X(d256x, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMaxLogit, false, false)  \
-  X(d320x, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kMaxLogit, false, false)  \
-  X(d64a, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kTileBias, false, false)     \
-  X(d128a, 128, 128, 3, 64, 1, 3, 1, kAnyLength, kAnyLength, kTileBias, false, false)  \
-  X(d256a, 256, 256, 2, 64, 1, 2, 1, kAnyLength, kAnyLength, kTileBias, false, false)  \
-  X(d64all, 64, 64, 3, 64, 2, 4, 1, kAnyLength, kAnyLength, kAll, false, false)       \
-  X(d128all, 128, 128, 2, 128, 1, 2, 0, kAnyLength, kAnyLength, kAll, false, false)    \
-  X(d256all, 256, 256, 2, 64, 1, 2, 0, kAnyLength, kAnyLength, kAll, false, false)    \
-  X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true, false)        \
-  X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true, false)      \
-  X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true, false)      \
-  X(d320, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kPlain, false, false)      \
-  X(d320c, 320, 320, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false)     \
-  X(d384, 384, 384, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false)      \
-  X(d512, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false)      \
-  X(d320g, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \
-  X(d512g, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)  \
-  X(d384p, 384, 384, 2, 64, kPages, 0, 0, kAnyLength, kAnyLength, kPlain, false, false)    \
-  X(d512p, 512, 512, 2, 64, kPages, 0, 0, kAnyLength, kAnyLength, kPlain, false, false)    \
-  X(d512gp, 512, 512, 2, 64, kPages, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false, false)
+  X(d64s, 64, 64, 1, 64, 2, 3, 1, 256, 512, kPlain, false, false, false) \
+  X(d64, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false, false, false) \
+  X(d96, 96, 96, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kPlain, false, false, false) \
+  X(d128s, 128, 128, 2, 128, 2, 2, 2, 256, 256, kPlain, false, false, false) \
+  X(d128, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kPlain, false, false, false) \
+  X(d192_128, 192, 128, 3, 64, 1, 3, 0, kAnyLength, kAnyLength, kPlain, false, false, false) \
+  X(d192, 192, 192, 2, 80, 1, 2, 3, kAnyLength, kAnyLength, kPlain, false, false, false) \
+  X(d256, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, false, false) \
+  X(d64same, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false, true, false) \
+  X(d128same, 128, 128, 2, 128, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, true, false) \
+  X(d64p, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false, false, true) \
+  X(d128p, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kPlain, false, false, true) \
+  X(d256p, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, false, true) \
+  X(d64samep, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false, true, true) \
+  X(d128samep, 128, 128, 2, 128, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, true, true) \
+  X(d64l, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kAlibi, false, false, false) \
+  X(d64g, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, false) \
+  X(d64gp, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, true) \
+  X(d64d, 64, 64, 3, 96, 2, 3, 1, kAnyLength, kAnyLength, kDropout, false, false, false) \
+  X(d128l, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kAlibi, false, false, false) \
+  X(d128g, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, false) \
+  X(d128gp, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, true) \
+  X(d256g, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, false) \
+  X(d256gp, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, true) \
+  X(d64b, 64, 64, 1, 64, 2, 3, 1, kAnyLength, kAnyLength, kMasked, false, false, false) \
+  X(d128b, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kMasked, false, false, false) \
+  X(d128b64, 128, 128, 1, 64, 1, 2, 2, kAnyLength, kAnyLength, kMasked, false, false, false) \
+  X(d256b, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMasked, false, false, false) \
+  X(d128d, 128, 128, 2, 128, 2, 2, 2, kAnyLength, kAnyLength, kDropout, false, false, false) \
+  X(d256r, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kDropout, false, false, false) \
+  X(d64x, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kMaxLogit, false, false, false) \
+  X(d128x, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kMaxLogit, false, false, false) \
+  X(d256x, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kMaxLogit, false, false, false) \
+  X(d320x, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kMaxLogit, false, false, false) \
+  X(d64a, 64, 64, 2, 128, 2, 3, 1, kAnyLength, kAnyLength, kTileBias, false, false, false) \
+  X(d128a, 128, 128, 3, 64, 1, 3, 1, kAnyLength, kAnyLength, kTileBias, false, false, false) \
+  X(d256a, 256, 256, 2, 64, 1, 2, 1, kAnyLength, kAnyLength, kTileBias, false, false, false) \
+  X(d64all, 64, 64, 3, 64, 2, 4, 1, kAnyLength, kAnyLength, kAll, false, false, false) \
+  X(d128all, 128, 128, 2, 128, 1, 2, 0, kAnyLength, kAnyLength, kAll, false, false, false) \
+  X(d256all, 256, 256, 2, 64, 1, 2, 0, kAnyLength, kAnyLength, kAll, false, false, false) \
+  X(d64e, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, true, false, false) \
+  X(d128e, 128, 128, 3, 96, 1, 4, 2, kAnyLength, kAnyLength, kPlain, true, false, false) \
+  X(d256e, 256, 256, 2, 96, 1, 2, 4, kAnyLength, kAnyLength, kPlain, true, false, false) \
+  X(d320, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kPlain, false, false, false) \
+  X(d320c, 320, 320, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false, false) \
+  X(d384, 384, 384, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false, false) \
+  X(d512, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false, false) \
+  X(d320g, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, false) \
+  X(d512g, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, false) \
+  X(d384p, 384, 384, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false, true) \
+  X(d512p, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false, true) \
+  X(d512gp, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, true)
 
 // clang-format on
 
 struct BoxAtoms {
   int32_t k, v;
 };
-template <int32_t head_dim, int32_t head_dim_v, int32_t q_stages, bool fp8>
+template <int32_t head_dim, int32_t head_dim_v, int32_t q_stages, bool fp8, bool pages>
 constexpr BoxAtoms kv_box_atoms() {
-  if constexpr (q_stages == kPages) {
+  if constexpr (pages && is_wide(q_stages)) {
     return {WideStorage<head_dim>::kKStageAtoms, WideStorage<head_dim>::kFirstAtoms};
   } else if constexpr (is_wide(q_stages)) {
     return {WideStorage<head_dim>::kKStageAtoms, WideStorage<head_dim>::kPartAtoms};
@@ -141,29 +149,32 @@ constexpr BoxAtoms kv_box_atoms() {
   }
 }
 
-template <int32_t head_dim, int32_t q_stages>
+template <int32_t head_dim, int32_t q_stages, int32_t kv_tile, bool pages>
 constexpr int32_t v_part_keys() {
-  if constexpr (q_stages == kPages) return 64 / WideStorage<head_dim>::kParts;
-  return 0;
+  if constexpr (!pages) return 0;
+  if constexpr (is_wide(q_stages)) return 64 / WideStorage<head_dim>::kParts;
+  return kv_tile;
 }
 
 // Shared memory of a line of the table.
 template <int32_t head_dim, int32_t head_dim_v, int32_t groups, int32_t kv_tile, int32_t q_stages, int32_t stages,
-          int32_t out_atoms, bool fp8, ScoreSet scores, bool same_bits>
+          int32_t out_atoms, bool fp8, ScoreSet scores, bool same_bits, bool pages>
 constexpr int32_t forward_storage_bytes() {
   if constexpr (is_wide(q_stages)) {
     return sizeof(WideStorage<head_dim>);
   } else {
-    return sizeof(ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores, same_bits>);
+    return sizeof(
+        ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores, same_bits, pages>);
   }
 }
 
 // clang-format off
-#define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits) \
-  {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits,                   \
-   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores, same_bits>(),                          \
-   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores), same_bits>(),         \
-   kv_box_atoms<head_dim, head_dim_v, q_stages, fp8>().k, kv_box_atoms<head_dim, head_dim_v, q_stages, fp8>().v, v_part_keys<head_dim, q_stages>()},
+#define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits, pages) \
+  {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits, pages,                   \
+   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores, same_bits, pages>(),                          \
+   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores), same_bits, pages>(),         \
+   kv_box_atoms<head_dim, head_dim_v, q_stages, fp8, pages>().k, kv_box_atoms<head_dim, head_dim_v, q_stages, fp8, pages>().v,                          \
+   v_part_keys<head_dim, q_stages, kv_tile, pages>()},
 // clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE

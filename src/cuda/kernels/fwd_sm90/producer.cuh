@@ -51,6 +51,52 @@ class Producer {
       }
     }
   }
+  // With pages K and V have a producer warp each. A KV tile is boxes of keys of one page and one swizzle atom, and each lane loads one of them. It
+  // looks up pages one KV tile ahead, and only those in which some row of the work tile sees a key.
+  template <bool kIsK>
+  __device__ __forceinline__ void load_pages() {
+    constexpr int kAtoms = kIsK ? C::kAtoms : C::kVAtoms;
+    static_assert(C::kKeys / 16 * kAtoms <= 32);
+    const Problem &p = a_.problem;
+    const CUtensorMap &map = kIsK ? a_.k_map : a_.v_map;
+    const int box_log2 = a_.pages.k.box_log2, boxes_log2 = kKeysLog2 - box_log2, atom = lane_ >> boxes_log2,
+              first = (lane_ & ((1 << boxes_log2) - 1)) << box_log2;
+    PipelineState<C::kStages> pipe;
+    PipelineState<C::kWorkStages> work;
+    while (true) {
+      SeenKeys seen;
+      const WorkTile t = take_work(work, [&] { seen = smem_.seen_keys(work.stage()); });
+      if (t.kv_tiles < 0) break;
+      if (t.kv_tiles == 0) {
+        if (kIsK) request_work();
+        continue;
+      }
+      // Boxes in which no row of the work tile sees a key may have no page. They lie outside of the tensor map and become zeros.
+      const auto find = [&](int i, int &page, int &row) {
+        const int key = kv_tile(t, i) * C::kKeys + first, n = a_.pages.page_size.quotient(key);
+        row = key - n * static_cast<int>(a_.pages.page_size.value);
+        page = -1;
+        if (i < t.kv_tiles && key + (1 << box_log2) > seen.begin && key < seen.end)
+          page = p.page_table[opaque(t.k_batch) * p.page_table_batch_stride + n * p.page_table_page_stride];
+      };
+      int page, row;
+      find(0, page, row);
+#pragma unroll 1
+      for (int i = 0; i < t.kv_tiles; ++i) {
+        const uint32_t full = kIsK ? smem_.k_full(pipe.stage()) : smem_.v_full(pipe.stage());
+        mbarrier_wait(kIsK ? smem_.k_empty(pipe.stage()) : smem_.v_empty(pipe.stage()), pipe.phase() ^ 1);
+        if (elect_one()) mbarrier_arrive_expect_tx(full, kIsK ? C::kKBytes : C::kVBytes);
+        __syncwarp();
+        if (atom < kAtoms) {
+          const uint32_t tile = kIsK ? smem_.k(pipe.stage()) : smem_.v(pipe.stage());
+          tma_load_5d(tile + (atom * C::kKeys + opaque(first)) * 128, &map, full, 0, row, atom, t.head_k, page, kEvictLast);
+        }
+        pipe.advance();
+        find(i + 1, page, row);
+        if (kIsK && (i + kScheduleAhead == t.kv_tiles || (i == 0 && t.kv_tiles < kScheduleAhead))) request_work();
+      }
+    }
+  }
   // The bias producer warp: loads the bias of every KV tile for the warpgroups that see it.
   __device__ __forceinline__ void load_bias() {
     PipelineState<C::Storage::kBiasStages> bias[C::kConsumerWarpgroups];
@@ -95,6 +141,9 @@ class Producer {
  private:
   // The next work tile is requested when this many KV tiles are still to be loaded; describing it takes about that long.
   static constexpr int kScheduleAhead = 3;
+
+  static constexpr int kKeysLog2 = C::kKeys == 128 ? 7 : 6;  // with pages
+  static_assert(!C::kPages || C::kKeys == 1 << kKeysLog2);
 
   // The i-th KV tile to be loaded. For FA_FLAG_SAME_BITS they come in the order of their keys.
   static __device__ __forceinline__ int kv_tile(const WorkTile &t, int i) { return C::kSameBits ? t.first + i : t.kv_tile(i); }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/kv_loader.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/mma.cuh"
 #include "cuda/common/score_mod.cuh"
@@ -42,7 +43,7 @@ class Recompute {
     const Element *q = q_row_of_lane(t);
 #pragma unroll 1
     for (int n = 0; n < C::kKeys; ++n) {
-      const float x = dot(q, row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key0 + n, t.head_k));
+      const float x = dot(q, kv_row(p_.k, t, key0 + n));
       const int at = n - 2 * (at_.lane & 3);
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
@@ -72,7 +73,7 @@ class Recompute {
     };
 #pragma unroll 1
     for (int j = 0; j < C::kKeys / 8; ++j) {
-      const Element *k = row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key0 + 8 * j + (at_.lane >> 2), t.head_k) + 2 * quad;
+      const Element *k = kv_row(p_.k, t, key0 + 8 * j + (at_.lane >> 2)) + 2 * quad;
       float x[4] = {};
 #pragma unroll 1
       for (int column = 0; column < C::kD; column += 16) {
@@ -133,8 +134,10 @@ class Recompute {
                      : -CUDART_INF_F;
           if (!__any_sync(~0u, bias != -CUDART_INF_F)) continue;
         }
-        const Element *v = row_of_tensor<Element>(p_.v, t.k_batch, t.k_row + key, t.head_k);
-        const float x = dot(q, row_of_tensor<Element>(p_.k, t.k_batch, t.k_row + key, t.head_k));
+        // There may be no page of a key that no row of the work tile sees.
+        if (C::kPages && !__any_sync(~0u, row < t.seqlen_q && key >= keys.begin && key < keys.end)) continue;
+        const Element *v = kv_row(p_.v, t, key);
+        const float x = dot(q, kv_row(p_.k, t, key));
         bool lane_visible = kHasBias ? bias != -CUDART_INF_F : row < t.seqlen_q && key >= keys.begin && key < keys.end;
         if constexpr (C::kHasDataMask) {
           lane_visible =
@@ -260,6 +263,16 @@ class Recompute {
     return score * score_scale<C>(p_, t);
   }
 
+  // The row of a key of the work tile's sequence in K or V.
+  __device__ __forceinline__ const Element *kv_row(const Operand &tensor, const WorkTile &t, int key) const {
+    if constexpr (C::kPages) {
+      const KvLocator locator{p_, a_.pages.page_size};
+      const KvPlace place = locator.place(locator.page_of(t.k_batch, key), t.k_batch, 0, key);
+      return row_of_tensor<Element>(tensor, place.outer, place.row, t.head_k);
+    } else {
+      return row_of_tensor<Element>(tensor, t.k_batch, t.k_row + key, t.head_k);
+    }
+  }
   // Row at_.lane / 2 of this warp's rows of Q.
   __device__ __forceinline__ const Element *q_row_of_lane(const WorkTile &t) const {
     const int row = t.row0 + at_.wg * 64 + at_.warp * 16 + (at_.lane >> 1);

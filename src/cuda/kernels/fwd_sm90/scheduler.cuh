@@ -140,7 +140,7 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
     if (lane == 0) {
       t.seqlen_k = seqlen_k;
       t.k_row = static_cast<int>(k.start);
-      t.k_batch = p.k_lengths.cu != nullptr ? 0 : place.batch;
+      t.k_batch = p.k_lengths.cu != nullptr ? 0 : place.batch;  // with pages the sequence, whose page table it is
     }
     if constexpr (C::kFp8) {
       const int head = a.group.quotient(place.head);
@@ -161,6 +161,9 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
   const KeyRange rows{max(row0, 0), min(row0 + kRows, seqlen_q)};
   const KeyRange visible = diagonal.visible_keys(rows);
   const KeyRange all = visible.empty() ? KeyRange{0, 0} : tiles_touching<kKeys>(visible);
+  if constexpr (C::kPages) {
+    if (lane == 0) smem.seen_keys(stage) = {visible.begin, visible.end};
+  }
   const KeyRange interior = tiles_inside<kKeys>(diagonal.interior_keys(rows));
   const int left_masked = interior.empty() ? 0 : interior.begin - all.begin,
             right_masked = all.end - (interior.empty() ? all.begin : interior.end);

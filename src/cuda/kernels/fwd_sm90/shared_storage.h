@@ -147,6 +147,16 @@ struct ForwardSegments {
 };
 struct NoForwardSegments {};
 
+// With pages: the keys that some row of the work tile in each stage sees. Only their pages are looked up.
+struct SeenKeys {
+  int begin, end;
+};
+template <int kWorkStages>
+struct ForwardPages {
+  SeenKeys seen[kWorkStages];
+};
+struct NoForwardPages {};
+
 // The staging memory of out, which kernels that store out from registers do not have. For FA_FLAG_SAME_BITS also the rows' total, in fp32.
 template <int kBytes>
 struct Staging {
@@ -157,7 +167,7 @@ struct Staging<0> {};
 
 // Tiles consist of 128-byte swizzle atoms, [atom][row][128 bytes]. TMA and wgmma want them on multiples of 1024 bytes. Barriers are mbarriers.
 template <int kHeadDim, int kHeadDimV, int kConsumerWarpgroups, int kKeys, int kQStages, int kStages, int kOutAtoms, bool kFp8,
-          ScoreSet kScores, bool kSameBits>
+          ScoreSet kScores, bool kSameBits, bool kPages>
 struct ForwardStorage {
   static constexpr bool kHasDataMask = (kScores & kDataMask) != 0;
   static constexpr int kWorkStages = 4, kBiasStages = kHeadDim > 128 ? 1 : 2;  // as there is room
@@ -189,6 +199,7 @@ struct ForwardStorage {
       bias;
   std::conditional_t<(kScores & kScoreText) != 0, ForwardScoreText<kWorkStages>, NoForwardScoreText> score_text;
   std::conditional_t<kSameBits, ForwardSegments<kConsumerWarpgroups, kWorkStages>, NoForwardSegments> segments;
+  std::conditional_t<kPages, ForwardPages<kWorkStages>, NoForwardPages> pages;
 };
 
 }  // namespace fa::cuda::sm90
