@@ -439,7 +439,7 @@ TEST(CudaPlan, PromptsInPages) {
       {"sm90_fwd_bf16_d128p", 192, 35, 2, 128, 16, [](MaskedProblem &) {}},
       {"extend_fwd_bf16_d128", 4096, 8, 8, 96, 16, [](MaskedProblem &) {}},
       {"sm90_fwd_bf16_d128p", 512, 8, 8, 128, 16,
-       [](MaskedProblem &p) { p.q_lengths.cu = &unreadable, p.q_lengths.total = p.batch * 480; }},
+       [](MaskedProblem &p) { p.q_lengths.cu = &unreadable, p.q_lengths.total = p.batch * 510; }},
       {"extend_fwd_bf16_d128", 512, 8, 8, 128, 16,  // a prompt and single tokens
        [](MaskedProblem &p) { p.q_lengths.cu = &unreadable, p.batch = 64, p.q_lengths.total = 512 + 63; }},
       {"sm90_fwd_bf16_d128samep", 512, 8, 8, 128, 16,
