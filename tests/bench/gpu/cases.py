@@ -60,7 +60,8 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """Products over visible pairs: half of them under a causal mask; backward and jvp count five products for forward's two."""
+        """Products over visible pairs: half of them under a causal mask, more where there are more keys than queries; backward and jvp count five
+        products for forward's two."""
         pairs = sum(n * n for n in self.lengths) or self.batch * self.seqlen_q * (self.listed or self.seqlen_k)
         if self.option in SPARSE:
             visible, blocks = visible_blocks(self.option, self.seqlen_k)
@@ -75,7 +76,8 @@ class Case:
         if self.option in WINDOWS:  # causal
             outside = max(self.seqlen_k - WINDOWS[self.option], 0)
             pairs -= self.batch * outside * outside
-        forward = 2.0 * pairs * self.heads_q * (self.head_dim + self.d_v) * (0.5 if self.causal else 1.0)
+        visible = 1 - self.seqlen_q / self.seqlen_k / 2 if self.causal else 1.0
+        forward = 2.0 * pairs * self.heads_q * (self.head_dim + self.d_v) * visible
         return forward * (1.0 if self.direction == "forward" else 2.5)
 
     @property
