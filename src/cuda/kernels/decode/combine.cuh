@@ -158,6 +158,18 @@ class Combine {
             cta_.problem.lse.data != nullptr && at % kVectors == 0 ? epilogue_.lse_at(token, head) : nullptr};
   }
 
+  // For FA_FLAG_SAME_BITS: folds partials into the total, one by one. Of those that see no key out is not stored.
+  template <int kCount>
+  static __device__ __forceinline__ void fold_partials(const float4 (&out)[kCount], const float2 (&stats_of)[kCount], float4 &x,
+                                                       float2 &stats) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      if (stats_of[n].x == kNoMax) continue;
+      const FoldScales scales = fold_row(stats.x, stats.y, stats_of[n].x, stats_of[n].y);
+      x = {fold_out(scales, x.x, out[n].x), fold_out(scales, x.y, out[n].y), fold_out(scales, x.z, out[n].z),
+           fold_out(scales, x.w, out[n].w)};
+    }
+  }
   // Merges partials [begin, end) of a vector, as many at once as registers allow.
   __device__ __forceinline__ void merge_range(const Vector &v, int begin, int end, float4 &x, float2 &stats) const {
 #pragma unroll 1
@@ -174,13 +186,7 @@ class Combine {
         partials[n] = load_now(v.partial_out + int64_t{index} * (C::kRows * kVectors));
       }
       if constexpr (C::kSameBits) {
-#pragma unroll
-        for (int n = 0; n < kPartialsInFlight; ++n) {
-          if (partial_stats_of[n].x == kNoMax) continue;  // sees no key: out is not stored
-          const FoldScales scales = fold_row(stats.x, stats.y, partial_stats_of[n].x, partial_stats_of[n].y);
-          x = {fold_out(scales, x.x, partials[n].x), fold_out(scales, x.y, partials[n].y), fold_out(scales, x.z, partials[n].z),
-               fold_out(scales, x.w, partials[n].w)};
-        }
+        fold_partials(partials, partial_stats_of, x, stats);
       } else {
         fa::cuda::combine_partials<kPartialsInFlight>(x, stats, partials, partial_stats_of);
       }
@@ -213,13 +219,7 @@ class Combine {
           x = shared.x[0][cta_.lane_id];
           stats = shared.stats[0][cta_.lane_id];
         }
-#pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-          if (stats_of[n].x == kNoMax) continue;  // sees no key: out is not stored
-          const FoldScales scales = fold_row(stats.x, stats.y, stats_of[n].x, stats_of[n].y);
-          x = {fold_out(scales, x.x, out[n].x), fold_out(scales, x.y, out[n].y), fold_out(scales, x.z, out[n].z),
-               fold_out(scales, x.w, out[n].w)};
-        }
+        fold_partials(out, stats_of, x, stats);
         shared.x[0][cta_.lane_id] = x;
         shared.stats[0][cta_.lane_id] = stats;
         load((round + kCombineWarps) * kAtOnce);
