@@ -425,10 +425,10 @@ std::vector<Case> cases() {
         }
         c.flags = FA_FLAG_SAME_BITS;
         c.batch = batch;
-        c.heads_k = batch == 2 ? 2 : 6;
+        c.heads_k = batch == 2 ? 2 : 3;
         c.heads_q = 2 * c.heads_k;
         c.head_dim = c.head_dim_v = head_dim;
-        c.q.seqlen = batch == 2 ? 7 : 20;
+        c.q.seqlen = batch == 2 ? 7 : 80;  // two row blocks
         c.k.seqlen = 2200;
         c.k.used = {2200, 1025};
         for (int64_t b = 2; b < batch; ++b) c.k.used.push_back(300 * b - 550);
@@ -483,7 +483,8 @@ std::vector<Case> cases() {
         c.dtype = dtype;
         c.flags = flags;
         c.batch = 2;
-        c.heads_q = c.heads_k = 70;
+        c.heads_q = 70;
+        c.heads_k = 10;
         c.head_dim = c.head_dim_v = head_dim;
         c.q.seqlen = head_dim == 256 || (head_dim == 128 && flags != 0) ? 128 : 180;  // one tile of each head
         c.k.seqlen = flags != 0 ? 1300 : 400;
