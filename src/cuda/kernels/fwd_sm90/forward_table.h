@@ -51,7 +51,7 @@ struct ForwardShape {
   // for a text: there it is the line for dropout.
   constexpr bool takes_score_text() const {
     const bool takes_scores = head_dim == 64 ? scores == kDropout : (scores & kSoftcap) != 0;
-    return !fp8 && !same_bits && !takes_mixtures(scores) && head_dim <= 256 &&
+    return !fp8 && !same_bits && !pages && !takes_mixtures(scores) && head_dim <= 256 &&
            (takes_scores || stages_bias(scores) || (scores & kDataMask) != 0);
   }
   constexpr int32_t rows() const { return groups * 64; }        // of a work tile
