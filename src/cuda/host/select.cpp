@@ -129,7 +129,7 @@ fa_status check_same_bits(const BackwardProblem &b, const Device &device, ErrorT
 //   any                   any                                           decode
 //   any                   any                                           mla
 //   8-bit                 any                                           sm90 (fp8), any device
-//   16-bit, pages         extend_reads_pages_better()                         extend
+//   16-bit, pages         extend_reads_pages_better()                   extend
 //   16-bit, fp32          any, unless beats_sm90() prefers the next     sm90
 //   fp32                  any, unless beats_sm90_fp32() prefers it      sm90_fp32
 //   16-bit, fp32          any                                           extend, any device

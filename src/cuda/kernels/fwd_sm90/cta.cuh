@@ -46,7 +46,8 @@ struct ForwardConfig {
   static constexpr int kThreads = (kConsumerWarpgroups + 1) * 128;
   static constexpr int kRows = kConsumerWarpgroups * 64;
   // With a single Q stage each consumer warpgroup frees its rows of Q at its own time. Dedicated warps wait for that and load Q, so that the
-  // producer warp of K and V does not stall. With pages K and V have a producer warp each, and Q a third one. Kernels with a score_mod have too few registers for it; fp8 was not tried.
+  // producer warp of K and V does not stall. With pages K and V have a producer warp each, and Q a third one. Without pages, kernels with a score_mod
+  // have too few registers for it; fp8 was not tried.
   static constexpr int kQProducerWarps = kPages ? 1
                                          : kQStages == 1 && (kMixtures || !kHasScoreMod) && !kHasScoreText && !kFp8
                                              ? (kHasBias ? 1 : 2)
