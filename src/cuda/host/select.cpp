@@ -129,7 +129,8 @@ fa_status check_same_bits(const BackwardProblem &b, const Device &device, ErrorT
 //   any                   any                                           decode
 //   any                   any                                           mla
 //   8-bit                 any                                           sm90 (fp8), any device
-//   16-bit, pages         extend_reads_pages_better()                   extend
+//   16-bit, pages that    extend_reads_pages_better() or not            extend, sm90
+//   both can read
 //   16-bit, fp32          any, unless beats_sm90() prefers the next     sm90
 //   fp32                  any, unless beats_sm90_fp32() prefers it      sm90_fp32
 //   16-bit, fp32          any                                           extend, any device
@@ -166,9 +167,8 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
   if (kv_8bit) return plan_sm90(p, needs, device, plan) ? FA_OK : plan_any_device(p, needs, device, plan, error);
   ForwardPlan sm90, extend;
   const bool hopper = plan_sm90(p, needs, device, sm90);
-  if (hopper && reads_pages_by_heads(sm90) && plan_extend(p, needs, device, extend) &&
-      extend_reads_pages_better(p, device, extend, sm90)) {
-    plan = extend;
+  if (hopper && reads_pages_by_heads(sm90) && plan_extend(p, needs, device, extend)) {
+    plan = extend_reads_pages_better(p, device, extend, sm90) ? extend : sm90;
     return FA_OK;
   }
   const fa_status status = plan_any_device(p, needs, device, plan, error);

@@ -235,6 +235,7 @@ class Combine {
   int first_partial_, next_partial_, partial_step_;  // indices of the partials: first, second, and the stride from then on
 };
 
+// For FA_FLAG_SAME_BITS four CTAs on an SM, not six: a warp holds more partials in registers (fold_warp_by_warp).
 template <class C>
 __global__ void __launch_bounds__(kCombineThreads, C::kSameBits ? 4 : kCombineMinCtas)
     combine_partials(const __grid_constant__ Params params) {
