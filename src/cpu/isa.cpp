@@ -59,23 +59,7 @@ bool multiplies_bf16_faster() {
   return false;
 }
 
-// Whether the processor has the tile unit and the operating system saves its registers.
-[[maybe_unused]] bool has_tile_unit() {
-  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (!has_avx512_bf16() || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-  constexpr unsigned kWanted = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
-  if ((edx & kWanted) != kWanted) return false;
-  unsigned enabled = 0, high = 0;
-  asm volatile("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
-  constexpr unsigned kTileState = 3u << 17;  // configuration and data
-  return (enabled & kTileState) == kTileState;
-}
-
-#if defined(FA_TILE_MODEL)
-// Tests alone: the model of the tile unit runs wherever the vectors that its kernels were compiled for do. With those of AVX-512, and a tile unit, the
-// library that users have runs the same kernels.
-bool has_amx() { return FA_TILE_MODEL_AVX512 == 0 || (has_avx512_bf16() && !has_tile_unit()); }
-#elif defined(FA_HAVE_AMX)
+#if defined(FA_TILE_MODEL) || defined(FA_HAVE_AMX)
 // Whether the operating system lets this process use the tile registers. Linux wants to be asked, once a process, because they make
 // its signal frames 8 KiB larger; it refuses where an alternate signal stack is too small for that.
 bool tiles_permitted() {
@@ -89,7 +73,25 @@ bool tiles_permitted() {
 #endif
 }
 
-bool has_amx() { return has_tile_unit() && tiles_permitted(); }
+// Whether this process can use a tile unit.
+bool has_tile_unit() {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!has_avx512_bf16() || __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+  constexpr unsigned kWanted = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+  if ((edx & kWanted) != kWanted) return false;
+  unsigned enabled = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
+  constexpr unsigned kTileState = 3u << 17;  // configuration and data
+  return (enabled & kTileState) == kTileState && tiles_permitted();
+}
+#endif
+
+#if defined(FA_TILE_MODEL)
+// Tests alone: the model of the tile unit runs wherever the vectors that its kernels were compiled for do. With those of AVX-512, and a tile unit, the
+// library that users have runs the same kernels.
+bool has_amx() { return FA_TILE_MODEL_AVX512 == 0 || (has_avx512_bf16() && !has_tile_unit()); }
+#elif defined(FA_HAVE_AMX)
+bool has_amx() { return has_tile_unit(); }
 #else
 bool has_amx() { return false; }
 #endif
