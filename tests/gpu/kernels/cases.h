@@ -18,7 +18,6 @@ void add_same_bits_cases(std::vector<Case> &all);
 void add_page_cases(std::vector<Case> &all);
 void add_latent_cases(std::vector<Case> &all);
 void add_key_list_cases(std::vector<Case> &all);
-std::vector<Case> cases();  // all of them
 
 // Of the forward-mode derivative, with the tangents that are given: more KV tiles than any pipeline has stages, packed (bf16) and not.
 struct JvpCase {
