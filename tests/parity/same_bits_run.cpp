@@ -170,6 +170,10 @@ SameBitsProblem random_problem(Rng &rng, Computer computer, bool by_pairs) {
   }
   p.head_dim = one_of<int64_t>(rng, {1, 8, 16, 33, 40, 64, 64, 80, 96, 128, p.rows > 600 ? 48 : 256});
   p.head_dim_v = one_in(rng, 3) ? one_of<int64_t>(rng, {3, 16, 31, 64, 72, 128}) : p.head_dim;
+  if (cuda && p.rows > 200 && one_in(rng, 4)) {  // kernels for prompts of more than 128 columns, several segments long
+    p.head_dim = one_of<int64_t>(rng, {136, 192, 192, 256});
+    p.head_dim_v = one_of<int64_t>(rng, {128, p.head_dim});
+  }
   if (by_pairs && p.rows < 600 && one_in(rng, 3)) {
     p.bias = !one_in(rng, 3);
     p.mask = !p.bias || one_in(rng, 2);

@@ -444,6 +444,8 @@ TEST(CudaPlan, PromptsInPages) {
        [](MaskedProblem &p) { p.q_lengths.cu = &unreadable, p.batch = 64, p.q_lengths.total = 512 + 63; }},
       {"sm90_fwd_bf16_d128samep", 512, 8, 8, 128, 16,
        [](MaskedProblem &p) { p.same_bits = p.batch_invariant = p.deterministic = true; }},
+      {"sm90_fwd_bf16_d256samep", 512, 8, 8, 256, 16,
+       [](MaskedProblem &p) { p.same_bits = p.batch_invariant = p.deterministic = true; }},
       {"extend_fwd_bf16_d128", 200, 35, 2, 128, 16, [](MaskedProblem &) {}},  // tiles that queries do not fill
       {"extend_fwd_bf16_d128_split", 16, 40, 8, 128, 16, [](MaskedProblem &) {}},
       {"extend_fwd_bf16_d128_split", 512, 2, 8, 128, 16, [](MaskedProblem &) {}},  // few tiles

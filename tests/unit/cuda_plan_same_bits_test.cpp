@@ -30,7 +30,7 @@ TEST(CudaPlan, SameBitsHaveTheirKernels) {
         p.softcap = head_dim == 72 ? 5.0f : 0.0f;
         const ForwardPlan plan = forward_plan(p, h200());
         // Prompts with plain scores and contiguous keys, whose tiles fill half of the device.
-        const bool prompt = queries > 300 && head_dim != 72 && head_dim <= 128 && key_dtype == Dtype::bf16;
+        const bool prompt = queries > 300 && head_dim != 72 && key_dtype == Dtype::bf16;
         ASSERT_EQ(plan.family, prompt ? Family::sm90 : Family::extend);
         EXPECT_TRUE((kernel_of(plan).features & kSameBits) != 0);
         EXPECT_EQ(plan.fixed_splits, 0);

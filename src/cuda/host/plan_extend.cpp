@@ -91,10 +91,8 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   if (plan.fixed_splits > 0) plan.blocks = work.tiles * plan.fixed_splits;
   // No combine CTA finds room beside this kernel's, and partials are large: as many CTAs as an SM holds.
   if (shape.uses_combine_kernel) plan_combine(work, p, rows, decode::kCombineMinCtas * int64_t{device.multiprocessors}, plan);
-  if (shape.same_bits && !extend::total_is_shared(shape.head_dim, shape.stages_8bit)) {
-    plan.totals_offset = plan.workspace_bytes;
-    plan.workspace_bytes += align_up(static_cast<size_t>(plan.blocks * shape.rows() * shape.head_dim) * sizeof(float));
-  }
+  if (shape.same_bits && !extend::total_is_shared(shape.head_dim, shape.stages_8bit))
+    reserve_totals(shape.rows(), shape.head_dim, plan);
   // Few rows wait for memory alone, which cp.async reads faster in whole rows than TMA in atoms. With more rows wgmma wants the issue slots
   // that cp.async takes; and with 8-bit K and V the producer warps want them, for widening.
   plan.tma_kv = (kv_8bit || rows > extend::kWarpgroupRows) && is_kv_tma_compatible(p, p.k, p.head_dim, extend::kBoxRows) &&

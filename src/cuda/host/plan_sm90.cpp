@@ -209,6 +209,7 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
         plan.workspace_bytes += align_up(static_cast<size_t>(rows * columns * dtype_bytes(p.q.dtype)));
     }
   }
+  if (shape.workspace_total) reserve_totals(shape.rows(), shape.head_dim_v, plan);
   plan.tma_out = shape.out_atoms > 0 && is_tma_compatible(p.out, p.q_lengths, p.head_dim_v);
   plan.reason =
       shape.same_bits ? "Hopper kernel (wgmma, TMA) for FA_FLAG_SAME_BITS and plain scores: segments of 1024 keys are "

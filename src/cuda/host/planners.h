@@ -59,6 +59,12 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // Arrays in the workspace begin on 256 bytes.
 constexpr size_t align_up(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
+// FA_FLAG_SAME_BITS: room in the workspace for the total (common/segment_total.cuh) of each CTA's `rows`, in fp32.
+inline void reserve_totals(int64_t rows, int64_t columns, ForwardPlan &plan) {
+  plan.totals_offset = align_up(plan.workspace_bytes);
+  plan.workspace_bytes = plan.totals_offset + align_up(static_cast<size_t>(plan.blocks * rows * columns) * sizeof(float));
+}
+
 inline bool is_causal(const Problem &p) { return !Diagonal<int32_t>::Limits(p.band).unlimited_right(); }
 
 // Why the reason of a plan is CUDA cores: what keeps tensor-core kernels `rows` from serving the problem.

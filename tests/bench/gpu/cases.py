@@ -342,7 +342,8 @@ def same_bits(quick: bool) -> List[Case]:
     rows += [square(SAME_BITS, "forward", 128, True, 8192, 32, 8, option=SAME_BITS)]
     rows += [Case(SAME_BITS, "forward", 128, True, 1024, 1024, 1, 16, 16, option=SAME_BITS, lengths=(1024,) * 64),
              Case(SAME_BITS, "forward", 128, True, 512, 16384, 4, 64, 8, option=SAME_BITS), paged(4, 512, 16384)]
-    rows += [square(SAME_BITS, "forward", 256, causal, 4096, option=SAME_BITS) for causal in (True, False)]
+    rows += [square(SAME_BITS, "forward", 256, causal, n, option=SAME_BITS) for causal, n in ((True, 1024), (True, 4096), (False, 4096), (True, 16384))]
+    rows += [square(SAME_BITS, "forward", 192, causal, n, 16, head_dim_v=128, option=SAME_BITS) for causal, n in ((True, 1024), (True, 4096), (False, 4096))]
     rows += [paged(4, 512, 16384, 256, 16, 8), paged(32, 1, 8192, 256, 16, 8), paged(32, 4, 8192, 256, 16, 8)]
     rows += [paged(batch, tokens, seqlen, option="e4m3 + same bits") for batch, tokens, seqlen in ((4, 512, 16384), (32, 1, 8192), (32, 8, 8192))]
     rows += [paged(batch, 1, seqlen) for batch, seqlen in ((1, 2048), (1, 8192), (1, 131072), (8, 8192), (4, 32768), (128, 8192))]

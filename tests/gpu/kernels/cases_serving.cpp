@@ -141,8 +141,9 @@ void add_same_bits_cases(std::vector<Case> &all) {
   // ... and prompts: several segments and a row block that is not full, under a window whose edge the warpgroups of a row block see in different
   // KV tiles; fp16 packed, bf16 with lengths on the device.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
-    for (const int64_t head_dim : {64, 128}) {
+    for (const auto &[head_dim, head_dim_v] : {std::pair{64, 64}, {128, 128}, {192, 128}, {256, 256}}) {
       Case c = forward_only("every kernel for same bits of prompts", all, dtype, head_dim);
+      c.head_dim_v = head_dim_v;
       c.flags = FA_FLAG_SAME_BITS;
       c.batch = 3;
       c.heads_k = 6;
@@ -168,7 +169,6 @@ void add_page_cases(std::vector<Case> &all) {
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const int64_t head_dim : {64, 128, 256}) {
       for (const auto &[terms, flags] : {std::pair{0, 0}, {1, 0}, {0, static_cast<int>(FA_FLAG_SAME_BITS)}}) {
-        if (flags != 0 && head_dim > 128) continue;
         Case c = forward_only("every kernel for prompts from pages", all, dtype, head_dim);
         c.flags = flags;
         c.batch = 2;

@@ -59,6 +59,8 @@ struct ForwardParams {
   bool pair_bias;
   PagedParams pages;
   KeptSigns kept_signs;  // of dropout's threshold
+  // FA_FLAG_SAME_BITS: what finds no room in shared memory of the rows' total, [CTA][warp][vector][lane].
+  float4 *totals;
 };
 
 // The kernel's address, null if this build does not contain it. `shape` indexes kForwardShapes, `dtype` is that of out.

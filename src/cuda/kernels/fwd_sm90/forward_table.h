@@ -42,6 +42,7 @@ struct ForwardShape {
   int32_t storage_bytes, score_text_storage_bytes;
   int32_t k_box_atoms, v_box_atoms;  // swizzle atoms of a box of K or V
   int32_t v_part_keys;               // of pages: of the parts in which V is loaded
+  bool workspace_total;              // FA_FLAG_SAME_BITS: the rows' total lies in the workspace
 
   // A cluster of two CTAs. In each, two warpgroups share 64 rows, a third one has their scores.
   constexpr bool wide() const { return is_wide(q_stages); }
@@ -90,11 +91,14 @@ struct ForwardShape {
   X(d256, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, false, false) \
   X(d64same, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false, true, false) \
   X(d128same, 128, 128, 2, 128, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, true, false) \
+  X(d192_128same, 192, 128, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, true, false) \
+  X(d256same, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, true, false) \
   X(d64p, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false, false, true) \
   X(d128p, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kPlain, false, false, true) \
   X(d256p, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, false, true) \
   X(d64samep, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kPlain, false, true, true) \
   X(d128samep, 128, 128, 2, 128, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, true, true) \
+  X(d256samep, 256, 256, 2, 64, 1, 2, 2, kAnyLength, kAnyLength, kPlain, false, true, true) \
   X(d64l, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kAlibi, false, false, false) \
   X(d64g, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, false) \
   X(d64gp, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, true) \
@@ -168,13 +172,24 @@ constexpr int32_t forward_storage_bytes() {
   }
 }
 
+template <int32_t head_dim, int32_t head_dim_v, int32_t groups, int32_t kv_tile, int32_t q_stages, int32_t stages,
+          int32_t out_atoms, ScoreSet scores, bool same_bits, bool pages>
+constexpr bool has_workspace_total() {
+  if constexpr (same_bits) {
+    return !ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, false, scores, true, pages>::kTotalIsShared;
+  } else {
+    return false;
+  }
+}
+
 // clang-format off
 #define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits, pages) \
   {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits, pages,                   \
    forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores, same_bits, pages>(),                          \
    forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores), same_bits, pages>(),         \
    kv_box_atoms<head_dim, head_dim_v, q_stages, fp8, pages>().k, kv_box_atoms<head_dim, head_dim_v, q_stages, fp8, pages>().v,                          \
-   v_part_keys<head_dim, q_stages, kv_tile, pages>()},
+   v_part_keys<head_dim, q_stages, kv_tile, pages>(),                                                                                                   \
+   has_workspace_total<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, scores, same_bits, pages>()},
 // clang-format on
 constexpr ForwardShape kForwardShapes[] = {FA_SM90_FORWARD_TABLE(FA_SM90_SHAPE)};
 #undef FA_SM90_SHAPE

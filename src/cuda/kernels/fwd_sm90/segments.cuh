@@ -5,7 +5,8 @@
 //   KV tiles      of 128 keys counted from the sequence's first key, in the order of their keys
 //   segments      of 1024 keys, counted in the same way: m, l and out start anew with each
 //   maximum       every row's own: exact in the first tile of a segment in which it sees a key, lazy in the others (common/lazy_max.cuh)
-//   total         what has been folded of a row's segments, in fp32, in the memory in which out is staged (common/segment_total.cuh)
+//   total         what has been folded of a row's segments, in fp32 (common/segment_total.cuh), in the memory in which out is staged, or, with
+//                 256 columns, in the workspace
 //
 // The main loop does not stop at the end of a segment. The first S of the next one is issued beside the last out += P V of this one, which is
 // folded when its out is complete; at the end of a work tile its rows are stored then, too.
@@ -21,11 +22,11 @@ namespace fa::cuda::sm90 {
 template <class C>
 class SegmentConsumer : private Consumer<C> {
   using Base = Consumer<C>;
-  using Base::at_, Base::k_, Base::out_, Base::p_, Base::p_operand_, Base::q_, Base::s_, Base::smem_, Base::softmax_, Base::v_,
+  using Base::a_, Base::at_, Base::k_, Base::out_, Base::p_, Base::p_operand_, Base::q_, Base::s_, Base::smem_, Base::softmax_, Base::v_,
       Base::work_, Base::epilogue_, Base::recompute_;
   using typename Base::Fragment, typename Base::OutFragment, typename Base::WorkTile;
   static constexpr int kSegmentTiles = kSegmentKeys / C::kKeys;
-  static_assert(C::kScores == kPlain && C::kKeys == segment_tile_keys(C::kD) && !C::kFp8 && C::kOutAtoms > 0);
+  static_assert(C::kScores == kPlain && C::kKeys == segment_tile_keys(C::kD) && !C::kFp8);
 
  public:
   using Base::Base;
@@ -45,7 +46,7 @@ class SegmentConsumer : private Consumer<C> {
       if (pending_ && (!has_work || begin + skipped_ >= C::kStages)) drain();
       if (!has_work) {
         if (t.kv_tiles < 0) {
-          if (at_.lane == 0) bulk_wait_group_read();  // shared memory is freed when the CTA exits
+          if (C::kOutAtoms > 0 && at_.lane == 0) bulk_wait_group_read();  // shared memory is freed when the CTA exits
           break;
         }
         Base::skip_tile(t);
@@ -217,21 +218,30 @@ class SegmentConsumer : private Consumer<C> {
   // Segments
   // ------------------------------------------------------------------------------------------------------------------
 
-  // Where the total lies: of each warp in the memory in which it stages its rows of out, and in as much again behind that of the warpgroup.
+  // Where the total lies. In shared memory that of each warp is where it stages its rows of out, and in as much again behind that of the warpgroup.
   struct TotalLayout {
     const SharedMemory<C> &smem;
     const ConsumerThread &at;
+    float4 *const totals;                                        // in the workspace, of this lane
     static constexpr int kVectorsOfPart = 16 * 128 / (32 * 16);  // a part: the 16 rows of a warp in a swizzle atom
     __device__ __forceinline__ int lane() const { return at.lane; }
-    __device__ __forceinline__ uint32_t out(int j) const {
-      return smem.out(at.wg) + at.warp * 16 * 128 + at.lane * 16 + j / kVectorsOfPart * 64 * 128 + j % kVectorsOfPart * 32 * 16;
+    __device__ __forceinline__ auto out(int j) const {
+      if constexpr (C::Storage::kTotalIsShared) {
+        return smem.out(at.wg) + at.warp * 16 * 128 + at.lane * 16 + j / kVectorsOfPart * 64 * 128 + j % kVectorsOfPart * 32 * 16;
+      } else {
+        return totals + j * 32;
+      }
     }
     __device__ __forceinline__ uint32_t stats(int r) const {
       return smem.total_stats(at.wg * 64 + at.warp * 16 + (at.lane >> 2) + 8 * r);
     }
   };
   using Total = SegmentTotal<C::kDv / 8, TotalLayout>;
-  __device__ __forceinline__ Total total() const { return Total({smem_, at_}); }
+  __device__ __forceinline__ Total total() const {
+    const int warp = (static_cast<int>(blockIdx.x) * C::kConsumerWarpgroups + at_.wg) * 4 + at_.warp;
+    // opaque: registers are scarce, and this is needed once for a segment.
+    return Total({smem_, at_, a_.totals + (warp * (C::kDv / 8) * 32 + opaque(at_.lane))});
+  }
 
   // The segment that ends with KV tile n has all of its out. P of a masked pair is 0, and 0 times NaN or Inf is NaN. Where P itself is not finite
   // out has nothing to lose, and unused rows hold whatever.
@@ -256,8 +266,10 @@ class SegmentConsumer : private Consumer<C> {
     if (has_total_) {
       total().fold([&](int j) { return Total::vector_of(out_, j); }, max, sum);
     } else {
-      if (at_.lane == 0) bulk_wait_group_read();  // until TMA has read the rows that were staged there
-      __syncwarp();
+      if (C::Storage::kTotalIsShared) {
+        if (at_.lane == 0) bulk_wait_group_read();  // until TMA has read the rows that were staged there
+        __syncwarp();
+      }
       total().set(out_, max, sum);
       has_total_ = true;
     }
