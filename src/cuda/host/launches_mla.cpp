@@ -13,6 +13,9 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.counters = memory.counters;
   params.row_blocks_divisor = Divisor(plan.row_blocks);
   params.listed = memory.listed_keys != nullptr ? *memory.listed_keys : ListedKeys{};
+  params.stored_segments = plan.stored_segments;
+  params.partial_warps = plan.partial_warps;
+  params.totals = reinterpret_cast<float4 *>(static_cast<char *>(memory.workspace) + plan.totals_offset);
   params.tma_kv = plan.tma_kv;
   if (plan.tma_kv) {
     FA_RETURN_IF_ERROR(describe_kv(memory.driver, "k", p, p.k, p.head_dim, shape.head_dim, kBoxRows, params.k_map, error));

@@ -45,8 +45,15 @@ inline bool can_run(const KernelRow &kernel, const Needs &needs, const Device &d
          device.is_built(kernel, instance_dtype(kernel, needs.q, needs.out));
 }
 
+// Rows of a latent cache up to this width are read by the kernels for separate V as fast.
+constexpr int64_t kNarrowLatent = 256;
+
 // The contract of a problem with FA_FLAG_SAME_BITS, whether there is a kernel for it or not (registry.h).
 inline int32_t same_bits_contract(const Needs &needs, const Device &device) {
+  if (device.sm90 && needs.operands == k16Bit && needs.head_dim > kNarrowLatent && (needs.features & kSeparateV) == 0 &&
+      (needs.scores & ~kMaxLogit) == 0) {
+    return kLatentContract;
+  }
   return device.sm90 && (needs.scores & ~(kSoftcapAlibi | kMaxLogit)) == 0 ? kSegmentsContract : kNoSplitsContract;
 }
 

@@ -38,7 +38,7 @@ struct ForwardPlan {
   // combine their partials.
   int32_t split_tiles = 0;
   bool split_tiles_by_partition = false;
-  // extend for FA_FLAG_SAME_BITS: segments that a partition may store, and the warps that have rows.
+  // extend, mla for FA_FLAG_SAME_BITS: segments that a partition may store, and the warps that have rows.
   int32_t stored_segments = 0, partial_warps = 0;
   size_t totals_offset = 0;  // in the workspace
   int64_t combine_ctas = 0;

@@ -3,27 +3,50 @@
 #include <algorithm>
 #include <cmath>
 
+#include "cuda/common/segments.h"
 #include "cuda/host/plan_stream_k.h"
 #include "cuda/kernels/mla/table.h"
 
 namespace fa::cuda {
 
+namespace {
+
+// FA_FLAG_SAME_BITS: partitions of whole segments (mla/segments.cuh). Each may hand a total over, and store all of its segments but the last
+// while the total before them is not there: a CTA that may store fewer waits for the one before it.
+void plan_segments(int64_t rows, const Device &device, StreamK &work, ForwardPlan &plan) {
+  constexpr int64_t kWarpRows = 16, kMostStoredBytes = int64_t{256} << 20;
+  const int64_t segments = work.iterations - 1;  // of a work tile, at most
+  work.max_partitions = device.multiprocessors;
+  work.min_iterations_log2 = 0;
+  work.rows = ceil_div(std::min(rows, work.rows), kWarpRows) * kWarpRows;
+  const int64_t partial_bytes = work.ctas * work.rows * work.columns * int64_t{sizeof(float)},
+                most = std::min({segments, ceil_div(work.tiles * segments, work.ctas), kMostStoredBytes / partial_bytes + 1,
+                                 int64_t{mla::SegmentStorage::kMostStored} + 1});
+  plan.stored_segments = static_cast<int32_t>(std::max<int64_t>(most - 1, 0));
+  plan.partial_warps = static_cast<int32_t>(work.rows / kWarpRows);
+  work.partials_per_partition = 1 + plan.stored_segments;
+}
+
+}  // namespace
+
 bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
   using mla::kShapes, mla::Shape;
-  constexpr int64_t kWide = 256;  // narrower rows are read by other kernels as fast
   const int64_t rows = p.q_lengths.max_len * p.group;
   const std::span<const KernelRow> kernels = candidates(Family::mla, Pass::forward, needs);
-  if (kernels.empty() || p.head_dim <= kWide) return false;
+  if (kernels.empty() || p.head_dim <= kNarrowLatent) return false;
   const auto find = [&](bool pairs) {
     int32_t n = 0;
-    while (n < mla::kNumShapes && (kShapes[n].pairs != pairs || !can_run(kernels[static_cast<size_t>(n)], needs, device))) ++n;
+    while (n < mla::kNumShapes && (kShapes[n].pairs != pairs || kShapes[n].same_bits != p.same_bits ||
+                                   !can_run(kernels[static_cast<size_t>(n)], needs, device)))
+      ++n;
     return n;
   };
   const bool kv_8bit = is_quantised(p.k.dtype);
   const int32_t found = find(false);
   if (found == mla::kNumShapes) return false;
   const Shape &shape = kShapes[found];
-  const int64_t row_blocks = ceil_div(rows, shape.rows()), iterations = ceil_div(p.k_lengths.max_len, shape.keys) + 1;
+  const int64_t row_blocks = ceil_div(rows, shape.rows()),
+                iterations = ceil_div(p.k_lengths.max_len, shape.same_bits ? kSegmentKeys : shape.keys) + 1;
   if (p.batch * p.heads_k > kMaxWorkUnits / iterations / row_blocks) return false;
   const int64_t tiles = p.batch * p.heads_k * row_blocks;
 
@@ -51,7 +74,9 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
   work.columns = shape.head_dim_v;
   // The rows of one query all see the same keys. Two blocks of them that read these at the same time share what L2 reads.
   work.max_coscheduled_log2 = p.q_lengths.max_len == 1 && row_blocks % 2 == 0 ? 1 : 0;
+  if (shape.same_bits) plan_segments(rows, device, work, plan);
   plan_partition(work, p, plan);
+  if (shape.same_bits) reserve_totals(work.rows, work.columns, plan);
   // A CTA for every split: one that waits for others must have started after them.
   if (plan.fixed_splits > 0) plan.blocks = tiles * plan.fixed_splits;
   // Where every work tile gets two partitions, as far as the host knows, the CTAs that have them are a cluster.
@@ -64,7 +89,9 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
     plan.blocks = plan.max_partitions;
   }
   plan.tma_kv = !kv_8bit && is_kv_tma_compatible(p, p.k, p.head_dim, mla::kBoxRows);
-  plan.reason = "MLA kernel: V is part of K, and the query heads share each KV tile";
+  plan.reason = shape.same_bits
+                    ? "MLA kernel for FA_FLAG_SAME_BITS: segments of 1024 keys are folded in the order of their keys"
+                    : "MLA kernel: V is part of K, and the query heads share each KV tile";
   return true;
 }
 

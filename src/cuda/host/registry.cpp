@@ -135,7 +135,8 @@ constexpr auto kRows = concatenate(
               row.set = kv_8bit ? "mla_8bit_fwd" : "mla_fwd";
               row.any_dtype = kv_8bit;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
-              row.features = kCacheFeatures | kBatchInvariantVarlenQ | kHugePackedKv | (shape.lists ? kListedKeys : 0);
+              row.features = kCacheFeatures | kBatchInvariantVarlenQ | kHugePackedKv | (shape.lists ? kListedKeys : 0) |
+                             (shape.same_bits ? kSameBits : 0);
             }),
     rows_of(sm90_fp32::kForwardShapes, Family::sm90_fp32, Pass::forward,
             [](KernelRow &row, const sm90_fp32::ForwardShape &shape) {
@@ -217,12 +218,15 @@ const FamilyRows &family_rows(Family family, Pass pass) {
   return kFamilyRows[static_cast<size_t>(family)][static_cast<size_t>(pass)];
 }
 
+constexpr int32_t same_bits_contract(Family family) {
+  return family == Family::sm80 ? kNoSplitsContract : family == Family::mla ? kLatentContract : kSegmentsContract;
+}
 constexpr KernelRow find_same_bits_offer(int32_t contract, OperandSet operands) {
   KernelRow offer;
   offer.operands = 0;
   for (const KernelRow &row : kRows) {
     if ((row.features & kSameBits) == 0 || (operands & ~row.operands) != 0) continue;
-    if ((row.family == Family::sm80) != (contract == kNoSplitsContract)) continue;
+    if (same_bits_contract(row.family) != contract) continue;
     offer.head_dim = std::max(offer.head_dim, row.head_dim);
     offer.head_dim_v = std::max(offer.head_dim_v, row.head_dim_v);
     offer.operands |= row.operands;
@@ -233,7 +237,8 @@ constexpr KernelRow find_same_bits_offer(int32_t contract, OperandSet operands) 
 }
 constexpr KernelRow kSegmentsOffer = find_same_bits_offer(kSegmentsContract, k16Bit),
                     kSegments8BitOffer = find_same_bits_offer(kSegmentsContract, k8BitKv),
-                    kNoSplitsOffer = find_same_bits_offer(kNoSplitsContract, k16Bit), kNoOffer = [] {
+                    kNoSplitsOffer = find_same_bits_offer(kNoSplitsContract, k16Bit),
+                    kLatentOffer = find_same_bits_offer(kLatentContract, k16Bit), kNoOffer = [] {
                       KernelRow none;
                       none.operands = 0;
                       return none;
@@ -252,7 +257,9 @@ std::span<const KernelRow> kernels_of(Family family, Pass pass) {
 }
 
 const KernelRow &same_bits_offer(int32_t contract, OperandSet operands) {
-  if (operands == k16Bit) return contract == kSegmentsContract ? kSegmentsOffer : kNoSplitsOffer;
+  if (operands == k16Bit) {
+    return contract == kSegmentsContract ? kSegmentsOffer : contract == kLatentContract ? kLatentOffer : kNoSplitsOffer;
+  }
   return operands == k8BitKv && contract == kSegmentsContract ? kSegments8BitOffer : kNoOffer;
 }
 

@@ -85,9 +85,10 @@ struct KernelRow {
 // All rows; the kernels of a family and pass lie together, in the order of their table, which is the order of preference.
 std::span<const KernelRow> all_kernels();
 std::span<const KernelRow> kernels_of(Family family, Pass pass);
-// The two arithmetics of FA_FLAG_SAME_BITS on CUDA (docs/numerics.md) by their contract numbers. A change that changes bits gets a new number.
+// The arithmetics of FA_FLAG_SAME_BITS on CUDA (docs/numerics.md) by their contract numbers. A change that changes bits gets a new number.
 constexpr int32_t kSegmentsContract = 2;  // Hopper's kernels for plain scores, softcap and ALiBi
 constexpr int32_t kNoSplitsContract = 3;  // the sm80 kernels for any score terms
+constexpr int32_t kLatentContract = 4;    // Hopper's kernels for latent caches
 // What the kernels of a contract can do with these operands: head dims, score terms and features that one of them offers. No operands: there is
 // no such kernel.
 const KernelRow &same_bits_offer(int32_t contract, OperandSet operands);

@@ -80,7 +80,10 @@ fa_status check_same_bits(const ForwardProblem &p, const Needs &needs, const Dev
   if (p.head_dim > offer.head_dim || p.head_dim_v > offer.head_dim_v) {
     return fail(error, FA_ERROR_UNSUPPORTED,
                 "head_dim is %" PRId64 ", and %" PRId64 " of v; FA_FLAG_SAME_BITS covers up to %d%s on CUDA", p.head_dim,
-                p.head_dim_v, int{offer.head_dim}, kv_8bit ? " with k and v of 8 bits" : "");
+                p.head_dim_v, int{offer.head_dim},
+                contract == kLatentContract ? ", and 512 of v, with v in the rows of k"
+                : kv_8bit                   ? " with k and v of 8 bits"
+                                            : "");
   }
   if ((features & kDescalePerRow) != 0) {
     return fail(error, FA_ERROR_UNSUPPORTED,
@@ -114,12 +117,15 @@ fa_status check_same_bits(const BackwardProblem &b, const Device &device, ErrorT
   if (!b.forward.same_bits) return FA_OK;
   ForwardProblem forward;
   static_cast<MaskedProblem &>(forward) = b.forward;
-  return check_same_bits(forward, needs_of(forward), device, error);
+  Needs needs = needs_of(forward);
+  needs.features |= kSeparateV;  // no backward has V in the rows of K
+  return check_same_bits(forward, needs, device, error);
 }
 
 // Forward: the first line that applies and has a kernel.
 //
 //   FA_FLAG_SAME_BITS     kNoSplitsContract                             sm80
+//   FA_FLAG_SAME_BITS     kLatentContract                               mla
 //   FA_FLAG_SAME_BITS     tiles for half of the device, unless          sm90
 //                         beats_sm90() prefers the next
 //   FA_FLAG_SAME_BITS     any                                           extend
@@ -141,7 +147,14 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
   const bool kv_8bit = is_quantised(p.k.dtype);
   plan = {};
   if ((needs.features & kSameBits) != 0) {
-    if (same_bits_contract(needs, device) == kNoSplitsContract) return plan_any_device(p, needs, device, plan, error);
+    const int32_t contract = same_bits_contract(needs, device);
+    const auto too_large = [&] {
+      return fail(error, FA_ERROR_UNSUPPORTED,
+                  "batch %" PRId64 " x %" PRId64 " heads are more than one launch of the kernel for FA_FLAG_SAME_BITS holds",
+                  p.batch, p.heads_k);
+    };
+    if (contract == kNoSplitsContract) return plan_any_device(p, needs, device, plan, error);
+    if (contract == kLatentContract) return plan_mla(p, needs, device, plan) ? FA_OK : too_large();
     // Both have the same arithmetic. With tiles for less than half of the device those of extend are faster.
     ForwardPlan sm90;
     const bool hopper = plan_sm90(p, needs, device, sm90), extend = plan_extend(p, needs, device, plan);
@@ -153,10 +166,7 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
       plan = sm90;
       return FA_OK;
     }
-    if (extend) return FA_OK;
-    return fail(error, FA_ERROR_UNSUPPORTED,
-                "batch %" PRId64 " x %" PRId64 " heads are more than one launch of the kernel for FA_FLAG_SAME_BITS holds",
-                p.batch, p.heads_k);
+    return extend ? FA_OK : too_large();
   }
   if ((p.q_lengths.max_len <= kFewQueries || kv_8bit) && p.q_lengths.max_len * p.group > kFewRows &&
       plan_extend(p, needs, device, plan)) {

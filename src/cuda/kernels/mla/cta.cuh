@@ -7,6 +7,7 @@
 
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/kv_8bit.cuh"
+#include "cuda/common/segments.h"
 #include "cuda/kernels/decode/scheduler.cuh"
 #include "cuda/kernels/mla/mla.h"
 
@@ -28,14 +29,14 @@ struct WorkUnitDescriptor : decode::WorkDescriptor {
 };
 
 template <typename Element_, Format kFormat_, int kD_, int kDv_, int kKeys_, int kStages_, int kQRegisterAtoms_, bool kPairs_,
-          bool kLists_>
+          bool kLists_, bool kSameBits_>
 struct Config {
   static constexpr Format kFormat = kFormat_;  // of K
   static constexpr bool k8BitKv = kFormat != Format::same;
   using Element = Element_;  // of the MMA operands; also of Q and out, except with 8-bit K
   using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
   static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kQRegisterAtoms = kQRegisterAtoms_;
-  static constexpr bool kSameBits = false;
+  static constexpr bool kSameBits = kSameBits_;  // for FA_FLAG_SAME_BITS (segments.cuh)
   static constexpr bool kPairs = kPairs_;
   static constexpr bool kLists = kLists_;  // keys are those that each query lists; else contiguous, or in pages
   // Row blocks are not interleaved first with last: all see about the same number of keys.
@@ -44,8 +45,9 @@ struct Config {
   static constexpr int kSlices = kKeys / 16;  // P of a KV tile is passed on, and the tile is released, in slices of 16 keys
   // Two PV warpgroups, one softmax warpgroup, and a warpgroup of producer warps.
   static constexpr int kRows = 64, kThreads = 512, kPvThreads = 256, kSoftmaxThreads = 128, kProducerWarps = 4;
-  static constexpr int kKvTile = kKeys, kKvStep = kKeys;  // the scheduler's: keys of a tile and per iteration
-  static constexpr int kColumns = kDv / 2;                // columns of out in one PV warpgroup
+  static constexpr int kKvTile = kKeys,
+                       kKvStep = kSameBits ? kSegmentKeys : kKeys;  // the scheduler's: keys of a tile and per iteration
+  static constexpr int kColumns = kDv / 2;                          // columns of out in one PV warpgroup
   // A K tile consists of groups of eight rows, [row / 8][atom of 64 columns][8][64], so that a single TMA load brings any eight consecutive
   // rows of a page.
   static constexpr int kAtoms = kD / 64, kAtomBytes = 8 * 128, kRowGroupBytes = kAtoms * kAtomBytes;
@@ -53,7 +55,9 @@ struct Config {
   static constexpr int kQAtomBytes = kRows * 128, kQBytes = (kAtoms - kQRegisterAtoms) * kQAtomBytes;
   static constexpr int kPBytes = kRows * kKeys * 2;
   static constexpr int kPartialBytes = kRows * kDv * 4;
+  static constexpr int kSharedBytes = sizeof(Storage) + (kSameBits ? sizeof(SegmentStorage) : 0);
   static_assert(kPartialBytes / 2 <= kTileBytes, "the DSMEM buffer is one stage of K");
+  static_assert(!kSameBits || (!kPairs && !kLists && !k8BitKv && alignof(Storage) >= alignof(SegmentStorage)));
   static_assert(kKeys == 64 && kStages == 2 && kProducerWarps == 2 * kStages, "one producer warp for each half of a stage");
 };
 
@@ -111,6 +115,21 @@ class Cta {
   __device__ __forceinline__ int descale_batch(const WorkUnitDescriptor &work) const {
     return C::kLists ? static_cast<int>(work.q_start) : work.batch;
   }
+  // SegmentStorage. `segment`: a stored one, or SegmentStorage::kMostStored, the one in registers.
+  __device__ __forceinline__ uint32_t shared_total_stats(int row) const {
+    return shared_ + sizeof(Storage) + offsetof(SegmentStorage, total) + row * 8;
+  }
+  __device__ __forceinline__ uint32_t shared_segment(int segment, int row) const {
+    return shared_ + sizeof(Storage) + offsetof(SegmentStorage, segments) + (segment * C::kRows + row) * 8;
+  }
+  __device__ __forceinline__ uint32_t shared_action(int warp) const {
+    return shared_ + sizeof(Storage) + offsetof(SegmentStorage, actions) + warp * 4;
+  }
+  // Where the segment of a K tile ends in a work unit.
+  static __device__ __forceinline__ int segment_end(const WorkUnitDescriptor &work, int tile) {
+    constexpr int kTiles = kSegmentKeys / C::kKeys;
+    return min((tile / kTiles + 1) * kTiles, work.kv_tile_end);
+  }
   // When all K tiles have been read: maximum and sum of each row of a partial, after room for the out of one partial.
   __device__ __forceinline__ uint32_t shared_partial_stats(int partial, int row) const {
     return shared_ + offsetof(Storage, k) + C::kPartialBytes + (partial * C::kRows + row) * 8;
@@ -159,6 +178,10 @@ class Cta {
     }
   };
   __device__ __forceinline__ Rows rows_of(const WorkUnitDescriptor &work) const { return {*this, work}; }
+  // Maximum and sum of each row of the total that the CTA with a partial hands over.
+  __device__ __forceinline__ float2 *handed_stats(int partial) const {
+    return a_.partial_stats + int64_t{partial} * (a_.partial_warps * 16);
+  }
   // The index of the n-th partial that this work unit adds.
   static __device__ __forceinline__ int partial(const WorkUnitDescriptor &work, int partial) {
     return min(work.first_partial + (partial + 1) * work.partial_step, work.partial) - 1;

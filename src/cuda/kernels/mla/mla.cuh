@@ -85,8 +85,8 @@ template <typename Element, int kShapeIndex, Format kFormat = Format::same>
 const void *instance() {
   constexpr Shape kShape = kShapes[kShapeIndex];
   using ThisConfig = Config<Element, kFormat, kShape.head_dim, kShape.head_dim_v, kShape.keys, kShape.stages, kShape.held,
-                            kShape.pairs, kShape.lists>;
-  static_assert(sizeof(typename ThisConfig::Storage) == kShape.shared_bytes() && ThisConfig::kThreads == kShape.threads());
+                            kShape.pairs, kShape.lists, kShape.same_bits>;
+  static_assert(ThisConfig::kSharedBytes == kShape.shared_bytes() && ThisConfig::kThreads == kShape.threads());
   return reinterpret_cast<const void *>(&mla<ThisConfig>);
 }
 

@@ -17,6 +17,10 @@ struct Params : decode::Params {
   // Tensor map of K in boxes of eight rows, where TMA can load it.
   bool tma_kv;
   CUtensorMap k_map;
+  // Kernels for FA_FLAG_SAME_BITS (segments.cuh): the segments that a work unit may store before it has the total of those before it, the
+  // softmax warps with rows, each of which has a part of every total and segment, and the totals of the CTAs, in the workspace.
+  int32_t stored_segments, partial_warps;
+  float4 *totals;
 };
 
 // The kernel's address for cudaLaunchKernel, null if this build does not contain it. `shape` indexes kShapes.

@@ -82,6 +82,10 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   // Describes work unit n of this CTA. Returns whether its work tile is divided between the two CTAs of a cluster.
   __device__ __forceinline__ bool publish_work_unit(uint32_t n, const Scheduler &work, int partition) const {
     this->wait_descriptor_free(n);
+    if constexpr (C::kSameBits) {
+      publish_segments(n, work.partial_of(a_, partition));
+      return false;
+    }
     // The unit is number `index` of its work tile; `partials` units come before the last one, which combines them in groups of `group_size`.
     const int first_partition = work.partition_of(work_unit_.tile_begin), index = partition - first_partition,
               partials = work.partition_of(work_unit_.tile_end - 1) - first_partition,
@@ -117,6 +121,22 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     }
     __syncwarp();
     return pair;
+  }
+
+  // The same for FA_FLAG_SAME_BITS: each CTA takes over the total of the partition before it. Where no row is used there is none.
+  __device__ __forceinline__ void publish_segments(uint32_t n, int own_partial) const {
+    if (lane_ == 0) {
+      WorkUnitDescriptor &work_unit = this->descriptor(n & 1);
+      this->fill_descriptor(work_unit);
+      work_unit.tile_continues &= rows_ > 0;
+      work_unit.partial = work_unit.counter = own_partial;
+      work_unit.partials = rows_ > 0 && work_unit_.begin != work_unit_.tile_begin;
+      work_unit.first_partial = work_unit.awaited_counter = own_partial - 1;
+      work_unit.partial_step = 1;
+      work_unit.pair = false;
+      mbarrier_arrive(this->work_full(n & 1));
+    }
+    __syncwarp();
   }
 
   // ------------------------------------------------------------------------------------------------------------------

@@ -7,8 +7,10 @@
 #include "cuda/common/fragment.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
+#include "cuda/common/segment_total.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/mla/cta.cuh"
+#include "cuda/kernels/mla/segments.cuh"
 
 namespace fa::cuda::mla {
 
@@ -25,7 +27,15 @@ class PvWarpgroups {
       mbarrier_wait(cta_.work_full(n & 1), n >> 1 & 1);
       work_ = &cta_.descriptor(n & 1);
       if (work_->batch < 0) return;
-      mainloop();
+      // Rows beyond the sequence's used length.
+      store_zero_rows(cta_.rows_of(*work_), p_, max(work_->rows, 0) + (opaque(threadIdx.x) >> 5), work_->end_row,
+                      C::kPvThreads / 32, lane_);
+      if constexpr (C::kSameBits) {
+        segments();
+        mbarrier_arrive(cta_.work_empty(n & 1));
+        continue;
+      }
+      mainloop(work_->kv_tile_end - work_->kv_tile);
       if (C::kPairs && work_->pair && has_rows()) {
         if (cluster_cta_rank() == 0) {
           send_half<1>();
@@ -48,13 +58,10 @@ class PvWarpgroups {
   __device__ __forceinline__ int stage() const { return static_cast<int>(tile_count_ & 1); }
   __device__ __forceinline__ int row_of(int r) const { return cta_.row_of(warp(), r); }
 
-  __device__ __forceinline__ void mainloop() {
-    // Rows beyond the sequence's used length.
-    store_zero_rows(cta_.rows_of(*work_), p_, max(work_->rows, 0) + (opaque(threadIdx.x) >> 5), work_->end_row,
-                    C::kPvThreads / 32, lane_);
+  // The next `tiles` K tiles.
+  __device__ __forceinline__ void mainloop(int tiles) {
     clear(out_[0]);
     clear(out_[1]);
-    int tiles = work_->kv_tile_end - work_->kv_tile;
 #pragma unroll 1
     for (; tiles > 0; --tiles, ++tile_count_) {
       const Operands operands = this->operands();
@@ -193,8 +200,9 @@ class PvWarpgroups {
       const float scale = __uint_as_float(row_epilogue.y);
       Element *dst = reinterpret_cast<Element *>(uint64_t{row_epilogue.w} << 32 | row_epilogue.z) + first_column;
       const int columns = row < work_->rows ? static_cast<int>(p_.head_dim_v) - first_column : 0;
-      store_fragment_row<Element, C::kColumns / 16>(out_[kHalf], r, dst, columns, a_.vector_out, opaque(lane_) & 3,
-                                                    [&](float a, float b) { return pack(a * scale, b * scale); });
+      store_fragment_row<Element, C::kColumns / 16>(
+          out_[kHalf], r, dst, columns, a_.vector_out, opaque(lane_) & 3,
+          [&](float a, float b) { return pack(scaled_out<C::kSameBits>(a, scale), scaled_out<C::kSameBits>(b, scale)); });
     }
   }
 
@@ -320,6 +328,209 @@ class PvWarpgroups {
     }
   }
 
+  // ------------------------------------------------------------------------------------------------------------------
+  // Segments (FA_FLAG_SAME_BITS)
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // The accumulators of a thread, in vectors of four. In the workspace those of a warp lie side by side.
+  static constexpr int kVectors = C::kColumns / 8;
+  __device__ __forceinline__ float4 *place(float4 *base, int64_t number) const {
+    return base + ((number * a_.partial_warps + warp()) * 2 + wg()) * (kVectors * 32) + opaque(lane_);
+  }
+  __device__ __forceinline__ float4 *total() const { return place(a_.totals, work_->partial); }
+  // The total that the CTA with that partial hands over.
+  __device__ __forceinline__ float4 *handed_total(int partial) const {
+    return place(reinterpret_cast<float4 *>(a_.partial_out), partial);
+  }
+  // Stored segment number i of this CTA.
+  __device__ __forceinline__ float4 *stored_segment(int i) const {
+    return place(reinterpret_cast<float4 *>(a_.partial_out),
+                 static_cast<int64_t>(gridDim.x) + work_->partial * a_.stored_segments + i);
+  }
+  __device__ __forceinline__ int segment_stride() const { return a_.partial_warps * (2 * kVectors * 32); }
+  __device__ __forceinline__ float4 vector(int j) const { return {out(4 * j), out(4 * j + 1), out(4 * j + 2), out(4 * j + 3)}; }
+  __device__ __forceinline__ void set_vector(int j, const float4 &x) {
+    out(4 * j) = x.x, out(4 * j + 1) = x.y, out(4 * j + 2) = x.z, out(4 * j + 3) = x.w;
+  }
+  // Factors of this lane's rows, of a stored segment or of the one in registers.
+  struct RowScales {
+    FoldScales rows[2];
+  };
+  __device__ __forceinline__ RowScales scales_of(int segment) const {
+    RowScales scales;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float2 x = ld_shared_float2(cta_.shared_segment(segment, row_of(r)));
+      scales.rows[r] = {x.x, x.y};
+    }
+    return scales;
+  }
+  __device__ __forceinline__ RowScales own_scales() const { return scales_of(SegmentStorage::kMostStored); }
+
+  // A work unit, segment by segment. It has one segment at least, which may have no keys.
+  __device__ __forceinline__ void segments() {
+    int tile = work_->kv_tile;
+    bool last;
+#pragma unroll 1
+    do {
+      const int end = cta_.segment_end(*work_, tile);
+      mainloop(end - tile);
+      tile = end;
+      last = end == work_->kv_tile_end;
+      end_segment(last);
+    } while (!last);
+  }
+  __device__ __forceinline__ void end_segment(bool last) {
+    const uint32_t parity = epilogues_++ & 1;
+    mbarrier_wait(cta_.epilogue_full(), parity);
+    const bool continues = work_->tile_continues;
+    if (last && work_->partials > 0 && threadIdx.x == 0) a_.counters[work_->awaited_counter] = 0;
+    if (has_rows()) {
+      const uint32_t word = ld_shared_4(cta_.shared_action(warp()));
+      const int stored = stored_of(word);
+      SegmentAction action = action_of(word);
+      if (last && action == SegmentAction::receive) {
+        receive(stored);
+        action = SegmentAction::first;
+      }
+      if (last && !continues) {
+        if (action == SegmentAction::fold) fold_total();
+        store_half<0>();
+        store_half<1>();
+      } else {
+        const float4 *from = total();
+        if (action == SegmentAction::receive) {
+          if (stored == 0) {
+            from = handed_total(work_->first_partial);
+          } else {
+            receive_inner(stored);
+          }
+        }
+        float4 *to = action == SegmentAction::store ? stored_segment(stored) : last ? handed_total(work_->partial) : total();
+        if (action == SegmentAction::fold || action == SegmentAction::receive) {
+          fold_to(from, to);
+        } else {
+          store_to(to);
+        }
+      }
+    }
+    mbarrier_arrive(cta_.epilogue_empty());
+    if (last && continues && threadIdx.x == 0) {
+      mbarrier_wait(cta_.epilogue_empty(), parity);
+      count_released(a_.counters + work_->counter);
+    }
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void store_to(float4 *to) const {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) __stcg(to + j * 32, vector(j));
+  }
+  // Folds the segment in registers into a total and stores that. As registers of the segment are done with, more loads are in flight.
+  __device__ __forceinline__ void fold_to(const float4 *from, float4 *to) const {
+    const RowScales scales = own_scales();
+    fold_vectors<0, 4>(from, to, scales);
+    fold_vectors<4, 8>(from, to, scales);
+    fold_vectors<12, 12>(from, to, scales);
+    fold_vectors<24, 8>(from, to, scales);
+  }
+  template <int kFirst, int kCount>
+  __device__ __forceinline__ void fold_vectors(const float4 *from, float4 *to, const RowScales &scales) const {
+    float4 x[kCount];
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) x[n] = __ldcg(from + (kFirst + n) * 32);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) __stcg(to + (kFirst + n) * 32, fold_out(scales.rows, x[n], vector(kFirst + n)));
+  }
+  // Folds the segment in registers into the total, which they become.
+  __device__ __forceinline__ void fold_total() {
+    constexpr int kLoads = 4;
+    const float4 *const from = total();
+    const RowScales scales = own_scales();
+#pragma unroll
+    for (int first = 0; first < kVectors; first += kLoads) {
+      float4 x[kLoads];
+#pragma unroll
+      for (int n = 0; n < kLoads; ++n) x[n] = __ldcg(from + (first + n) * 32);
+#pragma unroll
+      for (int n = 0; n < kLoads; ++n) set_vector(first + n, fold_out(scales.rows, x[n], vector(first + n)));
+      asm volatile("" : "+f"(out(4 * (first + kLoads) - 1))::"memory");  // keeps the compiler from loading more at once
+    }
+  }
+  // Within a work unit: what the CTA before hands over becomes the total, and takes the stored segments. That is rare.
+  __device__ __forceinline__ void receive_inner(int stored) const {
+    constexpr int kLoads = 2;
+    const float4 *from = handed_total(work_->first_partial), *segments = stored_segment(0);
+    float4 *to = total();
+#pragma unroll 1
+    for (int first = 0; first < kVectors; first += kLoads, from += kLoads * 32, segments += kLoads * 32, to += kLoads * 32) {
+      float4 x[kLoads];
+#pragma unroll
+      for (int n = 0; n < kLoads; ++n) x[n] = __ldcg(from + n * 32);
+      const float4 *segment = segments;
+#pragma unroll 1
+      for (int i = 0; i < stored; ++i, segment += segment_stride()) {
+        const RowScales scales = scales_of(i);
+#pragma unroll
+        for (int n = 0; n < kLoads; ++n) x[n] = fold_out(scales.rows, x[n], __ldcg(segment + n * 32));
+      }
+#pragma unroll
+      for (int n = 0; n < kLoads; ++n) __stcg(to + n * 32, x[n]);
+    }
+  }
+  // At the end of a work unit: folds behind the total of the CTA before the stored segments and the one in registers, which become the total. This work unit is the CTA's last, and its K tiles have been read:
+  // through their memory many vectors are in flight, those of the total and of all stored segments, for two vectors of the registers at a time.
+  __device__ __forceinline__ void receive(int stored) {
+    constexpr int kPairs = kVectors / 2, kSlots = 32, kSlotBytes = C::kPvThreads * 16;
+    static_assert(kSlots * kSlotBytes <= C::kStages * C::kTileBytes && kSlots >= 2 * (1 + SegmentStorage::kMostStored));
+    const int depth = stored < 2 ? 8 : stored < 4 ? 4 : stored < 8 ? 2 : 1;  // pairs of vectors in flight
+    const uint32_t staging = cta_.shared_tile(0) + opaque(threadIdx.x) * 16, pair_bytes = (stored + 1) * (2 * kSlotBytes);
+    const float4 *handed = handed_total(work_->first_partial), *segments = stored_segment(0);
+    const auto request = [&](uint32_t to) {  // the next pair
+      const float4 *from = handed, *next = segments;
+#pragma unroll 1
+      for (int part = 0; part <= stored; ++part, to += 2 * kSlotBytes, next += segment_stride()) {
+        cp_async_16(to, from);
+        cp_async_16(to + kSlotBytes, from + 32);
+        from = next;
+      }
+      handed += 2 * 32;
+      segments += 2 * 32;
+    };
+#pragma unroll 1
+    for (int pair = 0; pair < depth; ++pair) {
+      request(staging + pair * pair_bytes);
+      cp_async_commit();
+    }
+    uint32_t at = staging;
+#pragma unroll
+    for (int pair = 0; pair < kPairs; ++pair) {
+      if (depth == 8) {
+        cp_async_wait<7>();
+      } else if (depth == 4) {
+        cp_async_wait<3>();
+      } else if (depth == 2) {
+        cp_async_wait<1>();
+      } else {
+        cp_async_wait<0>();
+      }
+      float4 x[2] = {load_total(at), load_total(at + kSlotBytes)};
+#pragma unroll 1
+      for (int i = 0; i < stored; ++i) {
+        const RowScales scales = scales_of(i);
+        const uint32_t segment = at + (i + 1) * (2 * kSlotBytes);
+        x[0] = fold_out(scales.rows, x[0], load_total(segment));
+        x[1] = fold_out(scales.rows, x[1], load_total(segment + kSlotBytes));
+      }
+      const RowScales own = own_scales();
+#pragma unroll
+      for (int n = 0; n < 2; ++n) set_vector(2 * pair + n, fold_out(own.rows, x[n], vector(2 * pair + n)));
+      if (pair + depth < kPairs) request(at);
+      cp_async_commit();
+      at = at + pair_bytes == staging + depth * pair_bytes ? staging : at + pair_bytes;
+    }
+  }
+
   static constexpr int kHalfBytes = C::kColumns / 4 * 4;  // bytes of a thread's accumulators for half of its columns
 
   const Cta<C> cta_;
@@ -328,6 +539,7 @@ class PvWarpgroups {
   const int lane_;
   const WorkUnitDescriptor *work_;
   uint32_t tile_count_ = 0;  // K tiles of the CTA so far
+  uint32_t epilogues_ = 0;   // FA_FLAG_SAME_BITS: of the CTA so far, one for each segment
   float out_[2][C::kColumns /
                 4];  // two halves of the columns: the kernel is launched with too few registers for a wgmma of 256 columns
 };

@@ -7,6 +7,7 @@
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/combine.cuh"
 #include "cuda/common/epilogue.cuh"
+#include "cuda/common/lazy_max.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
@@ -14,6 +15,7 @@
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/mla/cta.cuh"
+#include "cuda/kernels/mla/segments.cuh"
 
 namespace fa::cuda::mla {
 
@@ -33,7 +35,7 @@ class SoftmaxWarpgroup {
       work_ = &cta_.descriptor(n & 1);
       if (work_->batch < 0) return;
       if (work_->rows > 0) mainloop();
-      if (n > 0) mbarrier_wait(cta_.epilogue_empty(), (n - 1) & 1);
+      wait_epilogue_empty(C::kSameBits ? epilogues_++ : n);
       if (work_->rows > 0) finalize();
       mbarrier_arrive(cta_.epilogue_full());
       mbarrier_arrive(cta_.work_empty(n & 1));
@@ -47,8 +49,14 @@ class SoftmaxWarpgroup {
   __device__ __forceinline__ int row_of(int r) const { return cta_.row_of(warp_, r); }
   __device__ __forceinline__ int token_of(int row) const { return cta_.token_of(*work_, row); }
 
+  // Waits until the PV warpgroups have finished the epilogue before number n of the CTA: one ends each work unit, or each segment.
+  __device__ __forceinline__ void wait_epilogue_empty(uint32_t n) const {
+    if (n > 0) mbarrier_wait(cta_.epilogue_empty(), (n - 1) & 1);
+  }
+
   __device__ __forceinline__ void mainloop() {
     softmax_.reset();
+    if constexpr (C::kSameBits) segments_.begin_work_unit(*work_);
     if (work_->kv_tile == work_->kv_tile_end) return;
     sync_softmax(0);  // all four warps have read the previous work unit's Q
     load_q();
@@ -72,6 +80,7 @@ class SoftmaxWarpgroup {
       if (masked) {
         // A NaN or Inf in a key makes S non-finite in every row.
         flags = work_->several_tokens && __any_sync(~0u, nan_if_nonfinite(s) != 0.f) ? Cta<C>::kNanSafe : 0;
+        if (C::kSameBits && flags != 0) flags = search_tile();
         apply_mask(s, key0);
         if constexpr (C::kLists)
           mask_keys<Fragment>(s, ld_shared_4(cta_.shared_listed(stage(), 0)), ld_shared_4(cta_.shared_listed(stage(), 1)),
@@ -80,7 +89,7 @@ class SoftmaxWarpgroup {
       // Lazy rescaling raises m only where P would exceed 2^8. That is rare, so out is hardly ever rescaled, and P does not wait for the
       // maxima of the other lanes of its row.
       softmax_.rescale[0] = softmax_.rescale[1] = 1.f;
-      if (softmax_.template update_max</*kEachRow=*/true>(s, exponent_scale(p_), kRescaleThreshold)) flags |= Cta<C>::kRescaled;
+      if (update_max(s)) flags |= Cta<C>::kRescaled;
       // P of this stage may be overwritten: this K tile was loaded after the PV warpgroups had released the stage.
       if (lane_ == 0) st_shared_4(cta_.shared_flags(stage()) + warp_ * 4, flags);
       if (masked) {
@@ -88,7 +97,30 @@ class SoftmaxWarpgroup {
       } else {
         exponentiate_and_store_p<false>(s);
       }
+      if constexpr (C::kSameBits) {
+        if (tile + 1 < work_->kv_tile_end && tile + 1 == cta_.segment_end(*work_, tile)) end_inner_segment();
+      }
     }
+  }
+
+  // FA_FLAG_SAME_BITS: whether this thread's part of a K tile holds a value that is not finite. S alone does not tell: it may overflow, and
+  // a row of Q may hold such values, which must not change how P V of other rows is computed.
+  __device__ __forceinline__ uint32_t search_tile() const {
+    const bool found = tile_has_nonfinite<Element, C::kTileBytes, C::kSoftmaxThreads>(
+        cta_.shared_tile(stage()), static_cast<int>(opaque(threadIdx.x)) & (C::kSoftmaxThreads - 1));
+    return __any_sync(~0u, found) ? Cta<C>::kNanSafe : 0;
+  }
+
+  // FA_FLAG_SAME_BITS: the end of a segment within the work unit.
+  __device__ __forceinline__ void end_inner_segment() {
+    softmax_.reduce_sums();
+    wait_epilogue_empty(epilogues_++);
+    if (warp_ * 16 < work_->rows) {
+      float2 stats[2] = {{softmax_.max[0], softmax_.sum[0]}, {softmax_.max[1], softmax_.sum[1]}};
+      segments_.take(cta_, *work_, warp_, stats, /*last=*/false);
+    }
+    mbarrier_arrive(cta_.epilogue_full());
+    softmax_.reset();
   }
 
   __device__ __forceinline__ const Element *q_at(int row) const {
@@ -234,6 +266,25 @@ class SoftmaxWarpgroup {
     }
   }
 
+  // Raises the maxima of rows whose P would exceed 2^kRescaleThreshold. Under FA_FLAG_SAME_BITS each step is rounded by itself: what a lane finds
+  // of its own scores and what the row finds of all must not differ, or a neighbour that asks for a raise would decide.
+  __device__ __forceinline__ bool update_max(const float (&s)[C::kKeys / 2]) {
+    const float c = exponent_scale(p_);
+    if constexpr (!C::kSameBits) {
+      return softmax_.template update_max</*kEachRow=*/true>(s, c, kRescaleThreshold);
+    } else {
+      float top[2] = {__fmul_rn(softmax_.largest(s, 0), c), __fmul_rn(softmax_.largest(s, 1), c)};
+      const auto exceeds = [&](int r) { return __fsub_rn(top[r], kRescaleThreshold) > softmax_.max[r]; };
+      if (!__any_sync(~0u, exceeds(0) || exceeds(1))) return false;
+      Fragment::reduce(top, MaxOp{});
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        if (exceeds(r)) raise_row(softmax_, r, top[r]);
+      }
+      return true;
+    }
+  }
+
   // P = 2^(S - m) as 16-bit numbers to shared memory, preceded by the rescale factors; adds P to the row sums. P of a masked pair becomes
   // kMaskedP. P is released in slices of 16 keys: the PV warpgroups multiply the first while the next are exponentiated.
   template <bool kMasked>
@@ -276,7 +327,13 @@ class SoftmaxWarpgroup {
 #pragma unroll
     for (int r = 0; r < 2; ++r) stats[r] = {softmax_.max[r], softmax_.sum[r]};
     float own_scale[2] = {1.f, 1.f};
-    if (work_->partials > 0) combine_stats(stats, own_scale);
+    if constexpr (C::kSameBits) {
+      // The PV warps receive segments through the memory of the K tiles.
+      if (work_->partials > 0 && tile_count_ > 0) wait_pv(tile_count_ - 1);
+      if (warp_ * 16 < work_->rows) segments_.take(cta_, *work_, warp_, stats, /*last=*/true);
+    } else {
+      if (work_->partials > 0) combine_stats(stats, own_scale);
+    }
     if (!Fragment::leads(lane_)) return;
     const bool peer_stores_lse = C::kPairs && work_->pair && cluster_cta_rank() == 0;
     if (C::kPairs && work_->pair) exchange_stats(stats, own_scale);
@@ -285,8 +342,9 @@ class SoftmaxWarpgroup {
       const int row = row_of(r);
       const uint32_t epilogue = cta_.shared_epilogue(row);
       if (work_->tile_continues) {
-        if (warp_ * 16 < work_->rows) cta_.partial_stats(work_->partial)[row] = stats[r];
-        st_shared_float(epilogue, own_scale[r]);
+        if (warp_ * 16 < work_->rows)
+          (C::kSameBits ? cta_.handed_stats(work_->partial) : cta_.partial_stats(work_->partial))[row] = stats[r];
+        if (!C::kSameBits) st_shared_float(epilogue, own_scale[r]);
       } else if (row < work_->rows) {
         auto [factor, lse] = finalize_row(stats[r].x, stats[r].y, sink_of(p_, cta_.head_of(*work_, row)));
         if constexpr (C::k8BitKv) factor *= head_descale(a_.v_descale, cta_.descale_batch(*work_), work_->head);
@@ -371,7 +429,9 @@ class SoftmaxWarpgroup {
   const WorkUnitDescriptor *work_;
   int warp_;                 // within the warpgroup
   uint32_t tile_count_ = 0;  // K tiles of the CTA so far
+  uint32_t epilogues_ = 0;   // FA_FLAG_SAME_BITS: of the CTA so far, one for each segment
   OnlineSoftmax<Fragment> softmax_;
+  SegmentStats<C, Fragment> segments_;
 };
 
 }  // namespace fa::cuda::mla

@@ -21,8 +21,9 @@ struct Shape {
   int32_t held;                          // swizzle atoms (64 columns) of Q in registers
   bool pairs;                            // clusters of two CTAs share a work tile
   bool lists;                            // keys are those that each query lists
+  bool same_bits;                        // for FA_FLAG_SAME_BITS (segments.cuh)
   int32_t kv_bytes;                      // of an element of K
-  int32_t storage_bytes, most_partials;  // SharedStorage
+  int32_t storage_bytes, most_partials;  // SharedStorage, and behind it SegmentStorage with same_bits
 
   constexpr int32_t rows() const { return 64; }
   constexpr int32_t threads() const { return 512; }
@@ -30,17 +31,18 @@ struct Shape {
   constexpr int32_t shared_bytes() const { return storage_bytes; }
 };
 
-// X(name, head_dim, head_dim_v, keys, stages, held, pairs, lists)
+// X(name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits)
 // The build looks for lines that begin with X(.
 // clang-format off
 #define FA_MLA_TABLE(X) \
-  X(d576, 576, 512, 64, 2, 4, false, false) \
-  X(d576p, 576, 512, 64, 2, 4, true, false) \
-  X(d576l, 576, 512, 64, 2, 4, false, true)
+  X(d576, 576, 512, 64, 2, 4, false, false, false) \
+  X(d576p, 576, 512, 64, 2, 4, true, false, false) \
+  X(d576l, 576, 512, 64, 2, 4, false, true, false) \
+  X(d576s, 576, 512, 64, 2, 4, false, false, true)
 
-#define FA_MLA_SHAPE_OF(kv_bytes, name, head_dim, head_dim_v, keys, stages, held, pairs, lists) \
-  {#name, head_dim, head_dim_v, keys, stages, held, pairs, lists, kv_bytes,                 \
-   static_cast<int32_t>(sizeof(SharedStorage<head_dim, head_dim_v, keys, stages, held>)),   \
+#define FA_MLA_SHAPE_OF(kv_bytes, name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits)                             \
+  {#name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits, kv_bytes,                                                \
+   static_cast<int32_t>(sizeof(SharedStorage<head_dim, head_dim_v, keys, stages, held>) + (same_bits ? sizeof(SegmentStorage) : 0)), \
    SharedStorage<head_dim, head_dim_v, keys, stages, held>::most_partials()},
 #define FA_MLA_SHAPE(...) FA_MLA_SHAPE_OF(2, __VA_ARGS__)
 #define FA_MLA_8BIT_SHAPE(...) FA_MLA_SHAPE_OF(1, __VA_ARGS__)
