@@ -169,7 +169,7 @@ class Row {
   std::vector<float> query_;
 };
 
-// Arithmetic 2.
+// Arithmetics 2 and, of latent caches, 4.
 class SegmentsRow : private Row {
  public:
   using Row::Row;
@@ -194,6 +194,7 @@ class SegmentsRow : private Row {
  private:
   // m, l and out of the keys [begin, end) of the segment that begins at `first`.
   void segment(int64_t first, int64_t begin, int64_t end) {
+    if (p_.latent) return latent_segment(first, begin, end);
     const int64_t keys = std::max(p_.head_dim, p_.head_dim_v) > 128 ? 64 : 128;  // of a tile
     max_ = kNoMax;
     float lanes[4] = {};
@@ -244,6 +245,42 @@ class SegmentsRow : private Row {
     }
     sum_ = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
     for (float &o : out_) o *= descale(s_.v_descale);
+  }
+
+  // The same of a latent cache.
+  void latent_segment(int64_t first, int64_t begin, int64_t end) {
+    constexpr int64_t kKeys = 64;
+    constexpr float kThreshold = 8;
+    max_ = kNoMax;
+    float lanes[4] = {};
+    out_.assign(static_cast<size_t>(p_.head_dim_v), 0.0f);
+    const float scale = exponent_scale();
+    for (int64_t tile = first; tile < end; tile += kKeys) {
+      const int64_t from = std::max(begin, tile), to = std::min(end, tile + kKeys);
+      if (from >= to) continue;
+      const std::vector<float> x = scores(from, to);
+      const float largest = *std::max_element(x.begin(), x.end()) * scale;
+      if (largest - kThreshold > max_) {
+        const float factor = exp2(max_ - largest);
+        max_ = largest;
+        for (float &lane : lanes) lane *= factor;
+        for (float &o : out_) o *= factor;
+      }
+      std::vector<float> p = exponentials(x, scale, max_, tile, kKeys, from);
+      for (int64_t lane = 0; lane < 4; ++lane) {
+        float sum = 0;
+        for (int64_t n = 2 * lane; n < kKeys; n += 8) {
+          sum += p[static_cast<size_t>(n)];
+          sum += p[static_cast<size_t>(n + 1)];
+        }
+        lanes[lane] += sum;
+      }
+      for (float &one : p) one = rounded(one);
+      const std::vector<std::vector<float>> v = values(tile, kKeys, from, to);
+      for (size_t c = 0; c < out_.size(); ++c)
+        for (int64_t n = 0; n < kKeys; n += kStep) out_[c] = add_keys(p, v, n, c, out_[c]);
+    }
+    sum_ = (lanes[0] + lanes[1]) + (lanes[2] + lanes[3]);
   }
 
   float max_ = 0, sum_ = 0;  // of a segment

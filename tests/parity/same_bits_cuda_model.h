@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The arithmetics of FA_FLAG_SAME_BITS on CUDA, contracts 2 and 3 of docs/numerics.md, one row at a time, with the tensor cores of Hopper. They know
+// The arithmetics of FA_FLAG_SAME_BITS on CUDA, contracts 2, 3 and 4 of docs/numerics.md, one row at a time, with the tensor cores of Hopper. They know
 // nothing of how the kernels compute: products are sums of integers, and the device computes ex2 and its like.
 #pragma once
 

@@ -194,13 +194,30 @@ SameBitsProblem random_problem(Rng &rng, Computer computer, bool by_pairs) {
   return p;
 }
 
+SameBitsProblem random_latent_problem(Rng &rng) {
+  SameBitsProblem p;
+  p.latent = true;
+  p.dtype = p.key_dtype = one_of(rng, {FA_FLOAT16, FA_BFLOAT16});
+  p.rows = one_of<int64_t>(rng, {1, 3, 40, 100, 1000, 1024, 1030, 2100}) + up_to(rng, 30);
+  p.heads_k = p.rows > 600 ? 1 : one_of<int64_t>(rng, {1, 1, 2});
+  // Less than a row block for each token, and more; tokens that begin anywhere in one.
+  p.heads_q = p.heads_k * (p.rows > 600 ? one_of<int64_t>(rng, {1, 3, 16}) : one_of<int64_t>(rng, {1, 5, 16, 64, 100}));
+  p.head_dim = one_of<int64_t>(rng, {264, 320, 576, 576});
+  p.head_dim_v = one_of<int64_t>(rng, {8, 104, 256, std::min<int64_t>(p.head_dim, 512)});
+  p.causal = !one_in(rng, 6);
+  if (one_in(rng, 4)) p.window_left = one_of<int64_t>(rng, {0, 1, 63, 64, 65, 300, 1000, 1100});
+  p.sink = one_in(rng, 5);
+  p.numbers = static_cast<Numbers>(up_to(rng, kNumbers - 1));
+  return p;
+}
+
 std::string describe(const SameBitsProblem &p) {
   std::ostringstream s;
   s << name_of(p.dtype) << " queries, " << name_of(p.key_dtype) << " keys, " << p.rows << " rows, heads " << p.heads_q << "/"
-    << p.heads_k << ", head_dim " << p.head_dim << "/" << p.head_dim_v << (p.causal ? ", causal" : "") << ", window_left "
-    << p.window_left << ", softcap " << p.softcap << (p.alibi ? ", alibi" : "") << (p.sink ? ", sink" : "")
-    << (p.bias ? ", bias" : "") << (p.mask ? ", element mask" : "") << ", descale " << p.descale << ", numbers "
-    << static_cast<int>(p.numbers);
+    << p.heads_k << ", head_dim " << p.head_dim << "/" << p.head_dim_v << (p.latent ? " in k" : "")
+    << (p.causal ? ", causal" : "") << ", window_left " << p.window_left << ", softcap " << p.softcap
+    << (p.alibi ? ", alibi" : "") << (p.sink ? ", sink" : "") << (p.bias ? ", bias" : "") << (p.mask ? ", element mask" : "")
+    << ", descale " << p.descale << ", numbers " << static_cast<int>(p.numbers);
   return s.str();
 }
 
@@ -227,6 +244,12 @@ SameBitsSequence make_sequence(const SameBitsProblem &p, Rng &rng) {
     if (kind == Numbers::kTiny) return c % 2 == 0 ? -std::abs(x) * (narrow ? 1e-7 : 1e-44) : x * (narrow ? 1e-6 : 1e-38);
     return x;
   });
+  if (p.latent) {
+    const size_t size = reference::element_bytes(p.key_dtype), of_k = static_cast<size_t>(p.head_dim) * size,
+                 of_v = static_cast<size_t>(p.head_dim_v) * size;
+    for (size_t n = 0; n < static_cast<size_t>(p.rows * p.heads_k); ++n)
+      std::memcpy(s.v.data() + n * of_v, s.k.data() + n * of_k, of_v);
+  }
   for (std::vector<float> *factors : {&s.k_descale, &s.v_descale}) {
     if (p.descale == 0) continue;
     for (int64_t n = 0; n < p.rows * p.heads_k; ++n) {
@@ -441,13 +464,18 @@ SameBitsResult run(Backend &backend, const SameBitsProblem &p, const SameBitsSeq
   if (p.descale != 0) a.k_descale = descale(k_descales), a.v_descale = descale(v_descales);
 
   DeviceImage image;
-  image.add(a.q, q), image.add(a.k, k), image.add(a.v, v), image.add(a.out, out), image.add(a.lse, lse);
+  image.add(a.q, q), image.add(a.k, k), image.add(a.out, out), image.add(a.lse, lse);
+  if (!p.latent) image.add(a.v, v);
   image.add(a.alibi_slopes, slopes), image.add(a.sink, sinks), image.add(a.page_table, table);
   image.add(a.cu_seqlens_q, starts_q), image.add(a.cu_seqlens_k, starts_k);
   image.add(a.bias, bias), image.add(a.element_mask, mask);
   image.add(a.seqused_q, used_q), image.add(a.seqused_k, used_k);
   if (p.descale != 0) image.add(a.k_descale, k_descales), image.add(a.v_descale, v_descales);
   image.upload(backend);
+  if (p.latent) {
+    a.v = a.k;
+    a.v.shape[a.v.ndim - 1] = p.head_dim_v;
+  }
 
   SameBitsResult result;
   fa_plan_info plan;

@@ -26,6 +26,7 @@ struct SameBitsProblem {
   fa_dtype key_dtype = FA_FLOAT32;  // of k and v
   int64_t rows = 1;                 // queries, and keys
   int64_t heads_q = 1, heads_k = 1, head_dim = 16, head_dim_v = 16;
+  bool latent = false;  // values are the first columns of the keys, in the same memory
   bool causal = true;
   int64_t window_left = -1;  // -1: none
   float softcap = 0;
@@ -47,6 +48,8 @@ inline bool has_no_splits(Computer computer, const SameBitsProblem &p) {
 }
 // With `by_pairs` some problems have a bias or a mask of pairs.
 SameBitsProblem random_problem(std::mt19937_64 &rng, Computer computer = Computer::kCpu, bool by_pairs = false);
+// One over a latent cache, contract 4 of docs/numerics.md on Hopper. Other CUDA devices refuse it.
+SameBitsProblem random_latent_problem(std::mt19937_64 &rng);
 std::string describe(const SameBitsProblem &p);
 
 struct SameBitsSequence {

@@ -1,7 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
 // FA_FLAG_SAME_BITS: a row of out and lse has the same bits in every call that computes it.
+#include <bit>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <map>
 
@@ -20,28 +22,6 @@ int64_t num_calls() {
   const char *text = std::getenv("FA_TEST_SAME_BITS");
   return text != nullptr ? std::strtoll(text, nullptr, 10) : scaled(60);
 }
-
-class SameBits : public EveryBackend {
- protected:
-  void SetUp() override {
-    EveryBackend::SetUp();
-    if (IsSkipped()) return;
-    fa_device_properties device;
-    fa_device_properties_init(&device, sizeof device);
-    ASSERT_EQ(fa_device_info(backend().context(), &device), FA_OK);
-    cuda_ = device.device_type == FA_DEVICE_CUDA;
-    hopper_ = cuda_ && device.compute_capability == 90;
-    computer_ = !cuda_ ? Computer::kCpu : hopper_ && backend().name() != "cuda_sm80" ? Computer::kHopper : Computer::kCuda;
-  }
-  std::vector<int64_t> dtypes() const {
-    return cuda_ ? std::vector<int64_t>{FA_FLOAT16, FA_BFLOAT16} : std::vector<int64_t>{FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
-  }
-  // Of problems without bias and masks.
-  int32_t contract() const { return computer_ == Computer::kCpu ? 1 : computer_ == Computer::kHopper ? 2 : 3; }
-
-  bool cuda_ = false, hopper_ = false;
-  Computer computer_ = Computer::kCpu;
-};
 
 // Compares rows and heads of a call with those of the call that computed the whole sequence at once.
 ::testing::AssertionResult equal(const SameBitsProblem &p, const SameBitsResult &all, const SameBitsCall &c,
@@ -63,26 +43,128 @@ class SameBits : public EveryBackend {
   return ::testing::AssertionSuccess();
 }
 
+class SameBits : public EveryBackend {
+ protected:
+  void SetUp() override {
+    EveryBackend::SetUp();
+    if (IsSkipped()) return;
+    fa_device_properties device;
+    fa_device_properties_init(&device, sizeof device);
+    ASSERT_EQ(fa_device_info(backend().context(), &device), FA_OK);
+    cuda_ = device.device_type == FA_DEVICE_CUDA;
+    hopper_ = cuda_ && device.compute_capability == 90;
+    computer_ = !cuda_ ? Computer::kCpu : hopper_ && backend().name() != "cuda_sm80" ? Computer::kHopper : Computer::kCuda;
+  }
+  std::vector<int64_t> dtypes() const {
+    return cuda_ ? std::vector<int64_t>{FA_FLOAT16, FA_BFLOAT16} : std::vector<int64_t>{FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
+  }
+  // Whether latent caches have an arithmetic of their own.
+  bool has_latent_kernel() const { return computer_ == Computer::kHopper; }
+  // Compares calls of random problems, from `draw`, with those that compute their sequences at once.
+  void compare_calls(std::mt19937_64 &rng, const std::function<SameBitsProblem()> &draw, int64_t total) {
+    constexpr int64_t kCallsEach = 15;
+    int64_t calls = 0;
+    std::map<std::string, int64_t> kernels;
+    while (calls < total) {
+      const SameBitsProblem p = draw();
+      const SameBitsSequence s = make_sequence(p, rng);
+      const SameBitsResult all = run(backend(), p, s, whole(p), rng);
+      ASSERT_EQ(all.status, FA_OK) << all.error << ": " << describe(p);
+      for (int64_t n = 0; n < kCallsEach; ++n, ++calls) {
+        const SameBitsCall c = random_call(p, rng);
+        const SameBitsResult part = run(backend(), p, s, c, rng);
+        ASSERT_EQ(part.status, FA_OK) << part.error << ": " << describe(p) << ": " << describe(c);
+        ASSERT_TRUE(equal(p, all, c, part)) << all.kernel << " and " << part.kernel;
+        ++kernels[part.kernel];
+      }
+    }
+    std::printf("%lld calls\n", static_cast<long long>(calls));
+    for (const auto &[name, count] : kernels) std::printf("  %s: %lld\n", name.c_str(), static_cast<long long>(count));
+  }
+  // Of problems without bias and masks.
+  int32_t contract() const { return computer_ == Computer::kCpu ? 1 : computer_ == Computer::kHopper ? 2 : 3; }
+
+  bool cuda_ = false, hopper_ = false;
+  Computer computer_ = Computer::kCpu;
+};
+
 TEST_P(SameBits, InEveryCall) {
   std::mt19937_64 rng(static_cast<uint64_t>(seed_for("same bits " + backend().name())));
-  constexpr int64_t kCallsEach = 15;
-  int64_t calls = 0;
-  std::map<std::string, int64_t> kernels;
-  while (calls < num_calls()) {
-    const SameBitsProblem p = random_problem(rng, computer_, /*by_pairs=*/true);
-    const SameBitsSequence s = make_sequence(p, rng);
-    const SameBitsResult all = run(backend(), p, s, whole(p), rng);
-    ASSERT_EQ(all.status, FA_OK) << all.error << ": " << describe(p);
-    for (int64_t n = 0; n < kCallsEach; ++n, ++calls) {
-      const SameBitsCall c = random_call(p, rng);
-      const SameBitsResult part = run(backend(), p, s, c, rng);
-      ASSERT_EQ(part.status, FA_OK) << part.error << ": " << describe(p) << ": " << describe(c);
-      ASSERT_TRUE(equal(p, all, c, part)) << all.kernel << " and " << part.kernel;
-      ++kernels[part.kernel];
+  compare_calls(
+      rng, [&] { return random_problem(rng, computer_, /*by_pairs=*/true); }, num_calls());
+}
+
+TEST_P(SameBits, OfLatentCaches) {
+  if (!has_latent_kernel()) GTEST_SKIP() << "only Hopper has a kernel for latent caches";
+  std::mt19937_64 rng(static_cast<uint64_t>(seed_for("same bits: latent " + backend().name())));
+  compare_calls(
+      rng, [&] { return random_latent_problem(rng); }, num_calls());
+}
+
+// A neighbour's query that is not finite, or whose scores overflow, changes no bit of a row, also where a mask's edge makes kernels look for such
+// values in a tile.
+TEST_P(SameBits, BesideQueriesThatAreNotFinite) {
+  if (!has_latent_kernel()) GTEST_SKIP() << "only Hopper has a kernel for latent caches";
+  std::mt19937_64 rng(static_cast<uint64_t>(seed_for("same bits: neighbours")));
+  SameBitsProblem p;
+  p.latent = true;
+  p.dtype = p.key_dtype = FA_BFLOAT16;
+  p.rows = 200;
+  p.heads_q = 8;
+  p.head_dim = 576;
+  p.head_dim_v = 512;
+  SameBitsSequence s = make_sequence(p, rng);
+  const SameBitsResult all = run(backend(), p, s, whole(p), rng);
+  ASSERT_EQ(all.status, FA_OK) << all.error;
+  SameBitsSequence other = s;
+  const auto put = [&](int64_t row, int64_t head, float x) {
+    const size_t at = static_cast<size_t>((row * p.heads_q + head) * p.head_dim) * 2;
+    for (size_t n = 0; n < 8; ++n) {
+      const auto bits = static_cast<uint16_t>(std::bit_cast<uint32_t>(x) >> 16);
+      std::memcpy(other.q.data() + at + 2 * n, &bits, sizeof bits);
+    }
+  };
+  for (int64_t row = 3; row < p.rows; row += 4)
+    put(row, row % 8, row % 8 == 3 ? std::numeric_limits<float>::quiet_NaN() : 3e38f);
+  const SameBitsResult beside = run(backend(), p, other, whole(p), rng);
+  ASSERT_EQ(beside.status, FA_OK) << beside.error;
+  const size_t bytes = static_cast<size_t>(p.head_dim_v) * 2;
+  for (int64_t row = 0; row < p.rows; ++row) {
+    for (int64_t head = 0; head < p.heads_q; ++head) {
+      if (row % 4 == 3 && head == row % 8) continue;
+      const auto at = static_cast<size_t>(row * p.heads_q + head);
+      ASSERT_EQ(std::memcmp(all.out.data() + at * bytes, beside.out.data() + at * bytes, bytes), 0)
+          << "row " << row << ", head " << head;
+      ASSERT_EQ(std::memcmp(&all.lse[at], &beside.lse[at], sizeof(float)), 0) << "row " << row << ", head " << head;
     }
   }
-  std::printf("%lld calls\n", static_cast<long long>(calls));
-  for (const auto &[name, count] : kernels) std::printf("  %s: %lld\n", name.c_str(), static_cast<long long>(count));
+}
+
+// So many segments of a latent cache that several CTAs have a work tile each, which hand totals over, and have several of its segments.
+TEST_P(SameBits, OfLongLatentCaches) {
+  if (!has_latent_kernel()) GTEST_SKIP() << "only Hopper has a kernel for latent caches";
+  std::mt19937_64 rng(static_cast<uint64_t>(seed_for("same bits: long latent")));
+  SameBitsProblem p;
+  p.latent = true;
+  p.dtype = p.key_dtype = FA_BFLOAT16;
+  p.rows = 24 * 1024 + 77;
+  p.heads_q = 4;
+  p.head_dim = 264;
+  p.head_dim_v = 16;
+  const SameBitsSequence s = make_sequence(p, rng);
+  const SameBitsResult all = run(backend(), p, s, whole(p), rng);
+  ASSERT_EQ(all.status, FA_OK) << all.error;
+  for (const int64_t rows : {1, 3, 17, 100, 250, 1100, 5000}) {
+    for (const Storage storage : {Storage::kPadded, Storage::kPaged}) {
+      SameBitsCall c = whole(p);
+      c.first_row = p.rows - rows;
+      c.storage = storage;
+      c.page_size = 64;
+      const SameBitsResult part = run(backend(), p, s, c, rng);
+      ASSERT_EQ(part.status, FA_OK) << part.error;
+      EXPECT_TRUE(equal(p, all, c, part)) << all.kernel << " and " << part.kernel;
+    }
+  }
 }
 
 // So many segments that a CTA of decoding has several of one work tile, and stores them until the total of those before them arrives.
@@ -168,6 +250,16 @@ TEST_P(SameBits, AreAccurate) {
       c.flags = FA_FLAG_SAME_BITS;
       c.mask = FA_MASK_CAUSAL;
       EXPECT_TRUE(check(backend(), c));
+      if (has_latent_kernel()) {
+        Case latent = c;
+        latent.heads_k = 1;
+        latent.head_dim = 576;
+        latent.head_dim_v = 512;
+        latent.v_in_k = 1;
+        latent.sink = 1;
+        latent.backward = 0;
+        EXPECT_TRUE(check(backend(), latent));
+      }
       c.sink = 1;
       c.softcap = 5;
       c.bias = c.element_mask = 1;
@@ -277,9 +369,10 @@ TEST_P(SameBits, FollowTheContract) {
   ASSERT_EQ(fa_device_info(backend().context(), &device), FA_OK);
   std::mt19937_64 rng(static_cast<uint64_t>(seed_for("same bits: contract " + backend().name())));
   for (int64_t n = 0; n < scaled(16); ++n) {
-    SameBitsProblem p = random_problem(rng, computer_);
+    const bool latent = has_latent_kernel() && n % 4 == 1;
+    SameBitsProblem p = latent ? random_latent_problem(rng) : random_problem(rng, computer_);
     // Few columns for the model's sake. On CUDA some problems stay in the kernels for more than 128, whose tiles have fewer keys.
-    p.head_dim = std::min<int64_t>(p.head_dim, cuda_ && n % 4 == 0 ? 256 : 80);
+    p.head_dim = std::min<int64_t>(p.head_dim, latent ? 264 : cuda_ && n % 4 == 0 ? 256 : 80);
     p.head_dim_v = std::min<int64_t>(p.head_dim_v, is_8_bit(p.key_dtype) ? 48 : 40);
     const SameBitsSequence s = make_sequence(p, rng);
     const SameBitsResult all = run(backend(), p, s, whole(p), rng);

@@ -2,9 +2,11 @@
 // Plans of problems with FA_FLAG_SAME_BITS.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
+#include "cuda/kernels/mla/table.h"
 #include "unit/cuda_plans.h"
 
 namespace fa::cuda {
@@ -44,6 +46,83 @@ TEST(CudaPlan, SameBitsHaveTheirKernels) {
       }
     }
   }
+}
+
+MaskedProblem latent_same_bits(int64_t batch, int64_t queries, int64_t keys, int64_t heads, int64_t head_dim = 576) {
+  MaskedProblem p = problem(queries, keys, head_dim, std::min<int64_t>(head_dim, 512));
+  p.batch = batch;
+  p.heads_q = p.group = heads;
+  p.heads_k = 1;
+  p.v = p.k;
+  p.same_bits = p.batch_invariant = p.deterministic = true;
+  return p;
+}
+
+// Latent caches have an arithmetic and a kernel of their own. Every CTA has room for what it hands over, stores, and has folded so far.
+TEST(CudaPlan, SameBitsOfLatentCaches) {
+  for (const int64_t heads : {1, 16, 24, 64, 128}) {
+    for (const int64_t queries : {1, 4, 300}) {
+      for (const int64_t batch : {1, 5, 64, 300}) {
+        for (const int64_t keys : {1, 1024, 8192, 40000}) {
+          MaskedProblem p = latent_same_bits(batch, queries, keys, heads);
+          const ForwardPlan plan = forward_plan(p, h200());
+          ASSERT_EQ(plan.family, Family::mla);
+          const mla::Shape &shape = mla::kShapes[plan.shape];
+          EXPECT_TRUE(shape.same_bits);
+          EXPECT_EQ(same_bits_contract(needs_of(forward_of(p)), h200()), kLatentContract);
+          EXPECT_EQ(plan.fixed_splits, 0);
+          EXPECT_EQ(plan.cluster, 0);
+          EXPECT_EQ(plan.blocks, plan.max_partitions << plan.coscheduled_log2);
+          EXPECT_LE(plan.blocks, h200().multiprocessors);
+          EXPECT_EQ(plan.counters, plan.blocks);
+          EXPECT_EQ(plan.partial_warps, std::min<int64_t>((heads * queries + 15) / 16, 4));
+          EXPECT_LE(plan.stored_segments, mla::SegmentStorage::kMostStored);
+          const int64_t rows = plan.blocks * plan.partial_warps * 16;
+          EXPECT_LE(static_cast<size_t>(rows * (1 + plan.stored_segments) * 512 * 4), plan.split_lse_offset);
+          EXPECT_LE(plan.split_lse_offset + static_cast<size_t>(rows * 8), plan.totals_offset);
+          EXPECT_LE(plan.totals_offset + static_cast<size_t>(rows * 512 * 4), plan.workspace_bytes);
+          p.num_splits = 7;
+          EXPECT_EQ(forward_plan(p, h200()).workspace_bytes, plan.workspace_bytes) << "num_splits is a hint";
+          p.num_splits = 0;
+          p.same_bits = false;
+          EXPECT_FALSE(mla::kShapes[forward_plan(p, h200()).shape].same_bits);
+        }
+      }
+    }
+  }
+  // 64 sequences of 8 segments: two CTAs each, of which the second one may store all of its segments but the last.
+  const ForwardPlan plan = forward_plan(latent_same_bits(64, 1, 8192, 64), h200());
+  EXPECT_EQ(plan.blocks, 128);
+  EXPECT_EQ(plan.stored_segments, 3);
+  // Narrow rows, and values elsewhere, have the arithmetic of other kernels.
+  EXPECT_EQ(forward_plan(latent_same_bits(4, 1, 8192, 16, 256), h200()).family, Family::extend);
+  const struct {
+    const char *text;
+    std::function<void(ForwardProblem &)> set;
+  } refused[] = {
+      {"head_dim is 576, and 512 of v; FA_FLAG_SAME_BITS covers up to 256 on CUDA", [](ForwardProblem &p) { p.softcap = 5; }},
+      {"head_dim is 576, and 512 of v; FA_FLAG_SAME_BITS covers up to 256",
+       [](ForwardProblem &p) { p.v.data = &unreadable_v; }},
+      {"head_dim is 576, and 512 of v; FA_FLAG_SAME_BITS covers up to 128 with k and v of 8 bits",
+       [](ForwardProblem &p) { p.k.dtype = p.v.dtype = Dtype::i8; }},
+      {"head_dim is 576, and 520 of v; FA_FLAG_SAME_BITS covers up to 576, and 512 of v, with v in the rows of k",
+       [](ForwardProblem &p) { p.head_dim_v = 520; }},
+      {"max_logit is given", [](ForwardProblem &p) { p.max_logit = &unreadable; }},
+      {"k has rows of 576 columns that are not whole vectors",
+       [](ForwardProblem &p) { p.k.seq_stride += 1, p.v.seq_stride += 1; }},
+  };
+  for (const auto &[text, set] : refused) {
+    ForwardProblem p = forward_of(latent_same_bits(2, 64, 64, 16));
+    set(p);
+    ForwardPlan none;
+    ErrorText error;
+    EXPECT_EQ(plan_forward(p, h200(), none, error), FA_ERROR_UNSUPPORTED) << text;
+    EXPECT_NE(std::string(error.text).find(text), std::string::npos) << error.text;
+  }
+  BackwardPlan none;
+  ErrorText error;
+  EXPECT_EQ(plan_backward(backward_of(latent_same_bits(2, 64, 64, 16, 512)), h200(), none, error), FA_ERROR_UNSUPPORTED);
+  EXPECT_NE(std::string(error.text).find("head_dim is 512"), std::string::npos) << error.text;
 }
 
 TEST(CudaPlan, SameBitsWithoutSplits) {

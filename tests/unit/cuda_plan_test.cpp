@@ -205,6 +205,12 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
               mla.k_lengths.max_len = keys;
               const ForwardPlan plan = forward_plan(mla, device);
               forward.insert({plan.family, plan.shape});
+              MaskedProblem same = mla;
+              same.same_bits = same.batch_invariant = same.deterministic = true;
+              ForwardPlan of_same;
+              ErrorText error;
+              if (plan_forward(forward_of(same), device, of_same, error) == FA_OK)
+                forward.insert({of_same.family, of_same.shape});
             }
           }
           // The same in bytes, and with lists of keys, which are masks of their own.

@@ -11,18 +11,18 @@ namespace fa::cuda {
 
 namespace {
 
-// FA_FLAG_SAME_BITS: partitions of whole segments (mla/segments.cuh). Each may hand a total over, and store all of its segments but the last
-// while the total before them is not there: a CTA that may store fewer waits for the one before it.
+// FA_FLAG_SAME_BITS: partitions of whole segments (mla/segments.cuh). Each may hand a total over, and store all segments but the last of a work
+// tile that the partition before has begun. One that may store fewer waits for that partition, the less the more work tiles it has.
 void plan_segments(int64_t rows, const Device &device, StreamK &work, ForwardPlan &plan) {
-  constexpr int64_t kWarpRows = 16, kMostStoredBytes = int64_t{256} << 20;
+  constexpr int64_t kWarpRows = 16, kMostStoredBytes = int64_t{256} << 20, kMostStored = mla::SegmentStorage::kMostStored;
   const int64_t segments = work.iterations - 1;  // of a work tile, at most
   work.max_partitions = device.multiprocessors;
   work.min_iterations_log2 = 0;
   work.rows = ceil_div(std::min(rows, work.rows), kWarpRows) * kWarpRows;
-  const int64_t partial_bytes = work.ctas * work.rows * work.columns * int64_t{sizeof(float)},
-                most = std::min({segments, ceil_div(work.tiles * segments, work.ctas), kMostStoredBytes / partial_bytes + 1,
-                                 int64_t{mla::SegmentStorage::kMostStored} + 1});
-  plan.stored_segments = static_cast<int32_t>(std::max<int64_t>(most - 1, 0));
+  const int64_t of_all_ctas = work.ctas * work.rows * work.columns * int64_t{sizeof(float)},
+                room = kMostStoredBytes / std::max<int64_t>(work.tiles / work.ctas, 1) / of_all_ctas;
+  plan.stored_segments = static_cast<int32_t>(
+      std::clamp<int64_t>(std::min(segments, ceil_div(work.tiles * segments, work.ctas)) - 1, 0, std::min(room, kMostStored)));
   plan.partial_warps = static_cast<int32_t>(work.rows / kWarpRows);
   work.partials_per_partition = 1 + plan.stored_segments;
 }

@@ -164,6 +164,31 @@ void add_same_bits_cases(std::vector<Case> &all) {
   }
 }
 
+void add_same_bits_latent_cases(std::vector<Case> &all) {
+  // Work tiles in as many CTAs as they have segments, and so many of them that CTAs have several segments. NaN that some tokens see and others do
+  // not.
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const auto &[heads, queries] : {std::pair{12, 1}, {24, 4}, {100, 1}, {16, 100}}) {
+      Case c = forward_only("every mla kernel for same bits", all, dtype, 576);
+      c.flags = FA_FLAG_SAME_BITS;
+      c.batch = 3;
+      c.heads_k = 1;
+      c.heads_q = heads;
+      c.head_dim_v = 512;
+      c.v_in_k = 1;
+      c.q.seqlen = queries;
+      c.k.seqlen = 2300;
+      c.k.used = {2300, 130, 2048};
+      c.sink = heads == 24;
+      c.window_left = heads == 12 ? 1500 : -1;
+      c.nan_visible = dtype == FA_BFLOAT16 ? 2 : 0;
+      if (dtype == FA_BFLOAT16) c.page_size = 16;
+      c.own_workspace = heads == 24;
+      all.push_back(c);
+    }
+  }
+}
+
 void add_page_cases(std::vector<Case> &all) {
   // Prompts from pages whose tiles of queries of one head fill the device: plain, with score terms, and with that flag. Some rows see a NaN.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
