@@ -478,8 +478,9 @@ class PvWarpgroups {
       for (int n = 0; n < kLoads; ++n) __stcg(to + n * 32, x[n]);
     }
   }
-  // At the end of a work unit: folds behind the total of the CTA before the stored segments and the one in registers, which become the total. This work unit is the CTA's last, and its K tiles have been read:
-  // through their memory many vectors are in flight, those of the total and of all stored segments, for two vectors of the registers at a time.
+  // At the end of a work unit: folds the stored segments and the one in registers into the total of the CTA before. The registers become that
+  // total. This work unit is the CTA's last, and its K tiles have been read. Through their memory pass, for two vectors of the registers at a
+  // time, those of the total and of all stored segments.
   __device__ __forceinline__ void receive(int stored) {
     constexpr int kPairs = kVectors / 2, kSlots = 32, kSlotBytes = C::kPvThreads * 16;
     static_assert(kSlots * kSlotBytes <= C::kStages * C::kTileBytes && kSlots >= 2 * (1 + SegmentStorage::kMostStored));

@@ -83,6 +83,7 @@ class SegmentStats {
   __device__ __forceinline__ bool has_arrived(const Cta<C> &cta, const WorkUnitDescriptor &work) const {
     int there = 0;
     if (cta.lane_ == 0) there = load_acquire(cta.a_.counters + work.awaited_counter);
+    __syncwarp();  // other lanes may read what has arrived
     return __shfl_sync(~0u, there, 0) != 0;
   }
 
