@@ -390,14 +390,11 @@ class PvWarpgroups {
       const int stored = stored_of(word);
       SegmentAction action = action_of(word);
       if (last && action == SegmentAction::receive) {
-        receive(stored);
+        fold_staged(handed_total(work_->first_partial), stored);
         action = SegmentAction::first;
       }
-      if (last && !continues) {
-        if (action == SegmentAction::fold) fold_total();
-        store_half<0>();
-        store_half<1>();
-      } else {
+      const bool folds = action == SegmentAction::fold || action == SegmentAction::receive;
+      if (!last || continues || folds) {
         const float4 *from = total();
         if (action == SegmentAction::receive) {
           if (stored == 0) {
@@ -406,12 +403,25 @@ class PvWarpgroups {
             receive_inner(stored);
           }
         }
-        float4 *to = action == SegmentAction::store ? stored_segment(stored) : last ? handed_total(work_->partial) : total();
-        if (action == SegmentAction::fold || action == SegmentAction::receive) {
-          fold_to(from, to);
-        } else {
+        float4 *to = action == SegmentAction::store ? stored_segment(stored)
+                     : last && continues            ? handed_total(work_->partial)
+                                                    : total();
+        if (!folds) {
           store_to(to);
+        } else {
+          fold_to(from, to);
+          // Registers of the segment are not kept beyond this, whatever follows: they are wanted for loads.
+          if (last && !continues) {
+            load_from(to);
+          } else {
+            clear(out_[0]);
+            clear(out_[1]);
+          }
         }
+      }
+      if (last && !continues) {
+        store_half<0>();
+        store_half<1>();
       }
     }
     mbarrier_arrive(cta_.epilogue_empty());
@@ -425,6 +435,11 @@ class PvWarpgroups {
   __device__ __forceinline__ void store_to(float4 *to) const {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) __stcg(to + j * 32, vector(j));
+  }
+  // All loads are in flight at once, which makes up for a total that has to be stored before.
+  __device__ __forceinline__ void load_from(const float4 *from) {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) set_vector(j, __ldcg(from + j * 32));
   }
   // Folds the segment in registers into a total and stores that. As registers of the segment are done with, more loads are in flight.
   __device__ __forceinline__ void fold_to(const float4 *from, float4 *to) const {
@@ -441,21 +456,6 @@ class PvWarpgroups {
     for (int n = 0; n < kCount; ++n) x[n] = __ldcg(from + (kFirst + n) * 32);
 #pragma unroll
     for (int n = 0; n < kCount; ++n) __stcg(to + (kFirst + n) * 32, fold_out(scales.rows, x[n], vector(kFirst + n)));
-  }
-  // Folds the segment in registers into the total, which they become.
-  __device__ __forceinline__ void fold_total() {
-    constexpr int kLoads = 4;
-    const float4 *const from = total();
-    const RowScales scales = own_scales();
-#pragma unroll
-    for (int first = 0; first < kVectors; first += kLoads) {
-      float4 x[kLoads];
-#pragma unroll
-      for (int n = 0; n < kLoads; ++n) x[n] = __ldcg(from + (first + n) * 32);
-#pragma unroll
-      for (int n = 0; n < kLoads; ++n) set_vector(first + n, fold_out(scales.rows, x[n], vector(first + n)));
-      asm volatile("" : "+f"(out(4 * (first + kLoads) - 1))::"memory");  // keeps the compiler from loading more at once
-    }
   }
   // Within a work unit: what the CTA before hands over becomes the total, and takes the stored segments. That is rare.
   __device__ __forceinline__ void receive_inner(int stored) const {
@@ -478,24 +478,24 @@ class PvWarpgroups {
       for (int n = 0; n < kLoads; ++n) __stcg(to + n * 32, x[n]);
     }
   }
-  // At the end of a work unit: folds the stored segments and the one in registers into the total of the CTA before. The registers become that
-  // total. This work unit is the CTA's last, and its K tiles have been read. Through their memory pass, for two vectors of the registers at a
-  // time, those of the total and of all stored segments.
-  __device__ __forceinline__ void receive(int stored) {
+  // At the end of a work unit: folds the stored segments and the one in registers into a total. The registers become that total. This work unit is
+  // the CTA's last, and its K tiles have been read. Through their memory pass, for two vectors of the registers at a time, those of the total
+  // and of all stored segments.
+  __device__ __forceinline__ void fold_staged(const float4 *from, int stored) {
     constexpr int kPairs = kVectors / 2, kSlots = 32, kSlotBytes = C::kPvThreads * 16;
     static_assert(kSlots * kSlotBytes <= C::kStages * C::kTileBytes && kSlots >= 2 * (1 + SegmentStorage::kMostStored));
     const int depth = stored < 2 ? 8 : stored < 4 ? 4 : stored < 8 ? 2 : 1;  // pairs of vectors in flight
     const uint32_t staging = cta_.shared_tile(0) + opaque(threadIdx.x) * 16, pair_bytes = (stored + 1) * (2 * kSlotBytes);
-    const float4 *handed = handed_total(work_->first_partial), *segments = stored_segment(0);
+    const float4 *segments = stored_segment(0);
     const auto request = [&](uint32_t to) {  // the next pair
-      const float4 *from = handed, *next = segments;
+      const float4 *part = from, *next = segments;
 #pragma unroll 1
-      for (int part = 0; part <= stored; ++part, to += 2 * kSlotBytes, next += segment_stride()) {
-        cp_async_16(to, from);
-        cp_async_16(to + kSlotBytes, from + 32);
-        from = next;
+      for (int n = 0; n <= stored; ++n, to += 2 * kSlotBytes, next += segment_stride()) {
+        cp_async_16(to, part);
+        cp_async_16(to + kSlotBytes, part + 32);
+        part = next;
       }
-      handed += 2 * 32;
+      from += 2 * 32;
       segments += 2 * 32;
     };
 #pragma unroll 1
