@@ -615,10 +615,10 @@ enum {
    * (chunked prefill) and one for every token give equal bits; so do padded, packed and paged tensors, any batch, any
    * `num_splits`, any group of heads. This implies the two flags above, and backward is as they make it. docs/numerics.md has the
    * arithmetic and what it does not cover. Refused with ::FA_ERROR_UNSUPPORTED: `dropout_p`, `seqstart_k`, `score`, `kv_indices`,
-   * `alibi_slopes` beyond 2^24 rows, fa_forward_jvp(), several ranks; on CUDA also fp32, fp8 queries, head_dim above 256 but
-   * for forward over 16-bit latent caches with plain scores on Hopper, and keys of 8 bits with head_dim above 128 or a descale for
-   * each row; on Hopper without `bias` and masks as data also `max_logit` and rows that are not whole vectors of 16 bytes;
-   * elsewhere keys of 8 bits. @since 0.1
+   * `alibi_slopes` beyond 2^24 rows, fa_forward_jvp(), several ranks; on CUDA also fp32, fp8 queries, head_dim above 256,
+   * and above 128 of keys of 8 bits, except forward over latent caches with plain scores on Hopper, and keys of 8 bits with a
+   * descale for each row; on Hopper without `bias` and masks as data also `max_logit` and rows that are not whole vectors of 16
+   * bytes; elsewhere keys of 8 bits. @since 0.1
    */
   FA_FLAG_SAME_BITS = 4,
   /**

@@ -58,7 +58,8 @@ class Row {
   }
 
  protected:
-  bool plain() const { return p_.softcap <= 0 && !p_.alibi; }
+  // Whether scores get their factor as that of the exponent.
+  bool plain() const { return p_.softcap <= 0 && !p_.alibi && !p_.latent; }
   // The keys that the row sees.
   int64_t begin() const { return p_.window_left < 0 ? 0 : std::max<int64_t>(row_ - p_.window_left, 0); }
   int64_t end() const { return p_.causal ? row_ + 1 : p_.rows; }
@@ -156,6 +157,7 @@ class Row {
     if (sum == 0) return result;
     result.lse = (max + device_math(DeviceFunction::kLog2, {sum})[0]) * kLn2;
     factor = device_math(DeviceFunction::kQuotient, {factor}, {sum})[0];
+    if (p_.latent) factor *= descale(s_.v_descale);
     for (size_t c = 0; c < out.size(); ++c)
       reference::store(result.out.data() + c * size, p_.dtype, double{std::fma(out[c], factor, 0.0f)});
     return result;

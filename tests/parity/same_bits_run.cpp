@@ -202,8 +202,12 @@ SameBitsProblem random_latent_problem(Rng &rng) {
   p.heads_k = p.rows > 600 ? 1 : one_of<int64_t>(rng, {1, 1, 2});
   // Less than a row block for each token, and more; tokens that begin anywhere in one.
   p.heads_q = p.heads_k * (p.rows > 600 ? one_of<int64_t>(rng, {1, 3, 16}) : one_of<int64_t>(rng, {1, 5, 16, 64, 100}));
-  p.head_dim = one_of<int64_t>(rng, {264, 320, 576, 576});
-  p.head_dim_v = one_of<int64_t>(rng, {8, 104, 256, std::min<int64_t>(p.head_dim, 512)});
+  p.head_dim = one_of<int64_t>(rng, {272, 320, 576, 576});
+  p.head_dim_v = one_of<int64_t>(rng, {16, 112, 256, std::min<int64_t>(p.head_dim, 512)});
+  if (one_in(rng, 4)) {
+    p.key_dtype = one_of(rng, {FA_FLOAT8_E4M3, FA_INT8});
+    p.descale = static_cast<int>(up_to(rng, 1));
+  }
   p.causal = !one_in(rng, 6);
   if (one_in(rng, 4)) p.window_left = one_of<int64_t>(rng, {0, 1, 63, 64, 65, 300, 1000, 1100});
   p.sink = one_in(rng, 5);

@@ -84,6 +84,11 @@ TEST(CudaPlan, SameBitsOfLatentCaches) {
           p.num_splits = 7;
           EXPECT_EQ(forward_plan(p, h200()).workspace_bytes, plan.workspace_bytes) << "num_splits is a hint";
           p.num_splits = 0;
+          MaskedProblem bytes = p;
+          bytes.k.dtype = bytes.v.dtype = Dtype::e4m3;
+          const ForwardPlan of_bytes = forward_plan(bytes, h200());
+          EXPECT_TRUE(mla::kShapes[of_bytes.shape].same_bits);
+          EXPECT_EQ(of_bytes.workspace_bytes, plan.workspace_bytes);
           p.same_bits = false;
           EXPECT_FALSE(mla::kShapes[forward_plan(p, h200()).shape].same_bits);
         }
@@ -103,8 +108,8 @@ TEST(CudaPlan, SameBitsOfLatentCaches) {
       {"head_dim is 576, and 512 of v; FA_FLAG_SAME_BITS covers up to 256 on CUDA", [](ForwardProblem &p) { p.softcap = 5; }},
       {"head_dim is 576, and 512 of v; FA_FLAG_SAME_BITS covers up to 256",
        [](ForwardProblem &p) { p.v.data = &unreadable_v; }},
-      {"head_dim is 576, and 512 of v; FA_FLAG_SAME_BITS covers up to 128 with k and v of 8 bits",
-       [](ForwardProblem &p) { p.k.dtype = p.v.dtype = Dtype::i8; }},
+      {"v_descale has a number for each row",
+       [](ForwardProblem &p) { p.k.dtype = p.v.dtype = Dtype::i8, p.v_descale.per_row = true; }},
       {"head_dim is 576, and 520 of v; FA_FLAG_SAME_BITS covers up to 576, and 512 of v, with v in the rows of k",
        [](ForwardProblem &p) { p.head_dim_v = 520; }},
       {"max_logit is given", [](ForwardProblem &p) { p.max_logit = &unreadable; }},

@@ -207,10 +207,13 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
               forward.insert({plan.family, plan.shape});
               MaskedProblem same = mla;
               same.same_bits = same.batch_invariant = same.deterministic = true;
-              ForwardPlan of_same;
-              ErrorText error;
-              if (plan_forward(forward_of(same), device, of_same, error) == FA_OK)
-                forward.insert({of_same.family, of_same.shape});
+              for (const Dtype keys_of : {Dtype::bf16, Dtype::i8}) {
+                same.k.dtype = same.v.dtype = keys_of;
+                ForwardPlan of_same;
+                ErrorText error;
+                if (plan_forward(forward_of(same), device, of_same, error) == FA_OK)
+                  forward.insert({of_same.family, of_same.shape});
+              }
             }
           }
           // The same in bytes, and with lists of keys, which are masks of their own.

@@ -50,8 +50,8 @@ constexpr int64_t kNarrowLatent = 256;
 
 // The contract of a problem with FA_FLAG_SAME_BITS, whether there is a kernel for it or not (registry.h).
 inline int32_t same_bits_contract(const Needs &needs, const Device &device) {
-  if (device.sm90 && needs.operands == k16Bit && needs.head_dim > kNarrowLatent && (needs.features & kSeparateV) == 0 &&
-      (needs.scores & ~kMaxLogit) == 0) {
+  if (device.sm90 && (needs.operands == k16Bit || needs.operands == k8BitKv) && needs.head_dim > kNarrowLatent &&
+      (needs.features & kSeparateV) == 0 && (needs.scores & ~kMaxLogit) == 0) {
     return kLatentContract;
   }
   return device.sm90 && (needs.scores & ~(kSoftcapAlibi | kMaxLogit)) == 0 ? kSegmentsContract : kNoSplitsContract;

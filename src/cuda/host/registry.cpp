@@ -238,7 +238,8 @@ constexpr KernelRow find_same_bits_offer(int32_t contract, OperandSet operands) 
 constexpr KernelRow kSegmentsOffer = find_same_bits_offer(kSegmentsContract, k16Bit),
                     kSegments8BitOffer = find_same_bits_offer(kSegmentsContract, k8BitKv),
                     kNoSplitsOffer = find_same_bits_offer(kNoSplitsContract, k16Bit),
-                    kLatentOffer = find_same_bits_offer(kLatentContract, k16Bit), kNoOffer = [] {
+                    kLatentOffer = find_same_bits_offer(kLatentContract, k16Bit),
+                    kLatent8BitOffer = find_same_bits_offer(kLatentContract, k8BitKv), kNoOffer = [] {
                       KernelRow none;
                       none.operands = 0;
                       return none;
@@ -260,7 +261,9 @@ const KernelRow &same_bits_offer(int32_t contract, OperandSet operands) {
   if (operands == k16Bit) {
     return contract == kSegmentsContract ? kSegmentsOffer : contract == kLatentContract ? kLatentOffer : kNoSplitsOffer;
   }
-  return operands == k8BitKv && contract == kSegmentsContract ? kSegments8BitOffer : kNoOffer;
+  if (operands == k8BitKv && contract != kNoSplitsContract)
+    return contract == kSegmentsContract ? kSegments8BitOffer : kLatent8BitOffer;
+  return kNoOffer;
 }
 
 std::span<const KernelRow> candidates(Family family, Pass pass, const Needs &needs) {

@@ -348,14 +348,15 @@ def same_bits(quick: bool) -> List[Case]:
     rows += [paged(batch, tokens, seqlen, option="e4m3 + same bits") for batch, tokens, seqlen in ((4, 512, 16384), (32, 1, 8192), (32, 8, 8192))]
     rows += [paged(batch, 1, seqlen) for batch, seqlen in ((1, 2048), (1, 8192), (1, 131072), (8, 8192), (4, 32768), (128, 8192))]
     rows += [paged(32, tokens, 8192) for tokens in ((1,) if quick else (1, 2, 4, 8, 16))]
-    def latent(batch, heads, seqlen=8192, tokens=1):
-        return Case(SAME_BITS, "forward", 576, True, tokens, seqlen, batch, heads, 1, head_dim_v=512, option=SAME_BITS, graph=True,
+    def latent(batch, heads, seqlen=8192, tokens=1, option=SAME_BITS):
+        return Case(SAME_BITS, "forward", 576, True, tokens, seqlen, batch, heads, 1, head_dim_v=512, option=option, graph=True,
                     page=64, latent=True)
 
     rows += [latent(64, heads) for heads in ((64,) if quick else (16, 64, 128))]
     if not quick:
         rows += [latent(64, heads, tokens=tokens) for heads, tokens in ((16, 2), (16, 4), (64, 2), (64, 4))]
         rows += [latent(batch, heads, seqlen) for batch, heads, seqlen in ((64, 64, 7000), (32, 64, 32768), (8, 64, 8192), (1, 16, 131072))]
+        rows += [latent(64, heads, option="e4m3 + same bits") for heads in (16, 64)]
     # Kernels for sm_80, which split no keys.
     old = [square(SAME_BITS, "forward", d, True, 4096, option=SAME_BITS) for d in (64, 128, 256)] + [paged(32, 1, 8192), paged(4, 512, 16384)]
     return rows + [dataclasses.replace(case, arch=80) for case in old]

@@ -185,6 +185,13 @@ void add_same_bits_latent_cases(std::vector<Case> &all) {
       if (dtype == FA_BFLOAT16) c.page_size = 16;
       c.own_workspace = heads == 24;
       all.push_back(c);
+      if (heads == 16) continue;
+      c.nan_visible = 0;
+      c.descale = 1;
+      for (const fa_dtype key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
+        c.key_dtype = key_dtype;
+        all.push_back(c);
+      }
     }
   }
 }

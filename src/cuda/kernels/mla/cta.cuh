@@ -57,7 +57,7 @@ struct Config {
   static constexpr int kPartialBytes = kRows * kDv * 4;
   static constexpr int kSharedBytes = sizeof(Storage) + (kSameBits ? sizeof(SegmentStorage) : 0);
   static_assert(kPartialBytes / 2 <= kTileBytes, "the DSMEM buffer is one stage of K");
-  static_assert(!kSameBits || (!kPairs && !kLists && !k8BitKv && alignof(Storage) >= alignof(SegmentStorage)));
+  static_assert(!kSameBits || (!kPairs && !kLists && alignof(Storage) >= alignof(SegmentStorage)));
   static_assert(kKeys == 64 && kStages == 2 && kProducerWarps == 2 * kStages, "one producer warp for each half of a stage");
 };
 

@@ -7,5 +7,6 @@
 // clang-format off
 #define FA_MLA_8BIT_TABLE(X) \
   X(d576, 576, 512, 64, 2, 4, false, false, false) \
-  X(d576l, 576, 512, 64, 2, 4, false, true, false)
+  X(d576l, 576, 512, 64, 2, 4, false, true, false) \
+  X(d576s, 576, 512, 64, 2, 4, false, false, true)
 // clang-format on
