@@ -80,7 +80,7 @@ __device__ __forceinline__ float ld_shared_float(uint32_t src) {
   return x;
 }
 
-__device__ __forceinline__ void st_shared_float2(uint32_t dst, const float2 &x) {
+__device__ __forceinline__ void st_shared_float2(uint32_t dst, float2 x) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(dst), "f"(x.x), "f"(x.y) : "memory");
 }
 __device__ __forceinline__ float2 ld_shared_float2(uint32_t src) {

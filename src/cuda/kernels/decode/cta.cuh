@@ -51,9 +51,6 @@ struct Config {
   static_assert(sizeof(CtaStorage::pipeline[0]) >= kRows * kD * 4 && kKvTile <= 32 && kKvTile % 16 == 0);
 };
 
-__device__ __forceinline__ void st_shared_float2(uint32_t dst, float2 x) {
-  asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(dst), "f"(x.x), "f"(x.y) : "memory");
-}
 __device__ __forceinline__ float4 ld_shared_float4(uint32_t src) {
   float4 x;
   asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n" : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w) : "r"(src) : "memory");
