@@ -62,9 +62,8 @@ def inputs(case):
     sizes = ((*rows_q, case.heads_q, case.head_dim), (*rows_k, case.heads_k, case.head_dim), (*rows_k, case.heads_k, case.d_v))
     dtype = torch.float32 if case.section == cases.FP32 else torch.bfloat16
     q, k, v = (torch.randn(size, device="cuda", dtype=dtype) for size in sizes)
-    if case.latent:
-        return [q, k, k[..., : case.d_v]]
-    return [q, quantised(case, k), quantised(case, v)]
+    k = quantised(case, k)
+    return [q, k, k[..., : case.d_v] if case.latent else quantised(case, v)]
 
 
 def quantised(case, t):

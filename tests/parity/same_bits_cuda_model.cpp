@@ -15,7 +15,7 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f, kNoMax = -1e30f, kLargestP = 0x1p64f,
                 kLargestSum = 64;
-constexpr int64_t kSegment = 1024, kStep = 16;
+constexpr int64_t kSegment = 1024, kLatentSegment = 2048, kStep = 16;
 
 // The exponent of a number's leading bit as its format stores it: subnormal numbers have that of the smallest normal one.
 int exponent_of(double x, int smallest) { return std::max(std::ilogb(x), smallest); }
@@ -179,8 +179,9 @@ class SegmentsRow : private Row {
   ModelRow compute() {
     float max = kNoMax, sum = 0;
     std::vector<float> out;
-    for (int64_t first = begin() / kSegment * kSegment; first < end(); first += kSegment) {
-      segment(first, std::max(begin(), first), std::min(end(), first + kSegment));
+    const int64_t keys = p_.latent ? kLatentSegment : kSegment;
+    for (int64_t first = begin() / keys * keys; first < end(); first += keys) {
+      segment(first, std::max(begin(), first), std::min(end(), first + keys));
       if (out.empty()) {
         max = max_, sum = sum_, out = out_;
         continue;

@@ -198,10 +198,12 @@ SameBitsProblem random_latent_problem(Rng &rng) {
   SameBitsProblem p;
   p.latent = true;
   p.dtype = p.key_dtype = one_of(rng, {FA_FLOAT16, FA_BFLOAT16});
-  p.rows = one_of<int64_t>(rng, {1, 3, 40, 100, 1000, 1024, 1030, 2100}) + up_to(rng, 30);
+  p.rows = one_of<int64_t>(rng, {1, 3, 40, 100, 1000, 2020, 2048, 4100}) + up_to(rng, 30);
   p.heads_k = p.rows > 600 ? 1 : one_of<int64_t>(rng, {1, 1, 2});
   // Less than a row block for each token, and more; tokens that begin anywhere in one.
-  p.heads_q = p.heads_k * (p.rows > 600 ? one_of<int64_t>(rng, {1, 3, 16}) : one_of<int64_t>(rng, {1, 5, 16, 64, 100}));
+  p.heads_q = p.heads_k * (p.rows > 3000  ? 1
+                           : p.rows > 600 ? one_of<int64_t>(rng, {1, 3, 16})
+                                          : one_of<int64_t>(rng, {1, 5, 16, 64, 100}));
   p.head_dim = one_of<int64_t>(rng, {272, 320, 576, 576});
   p.head_dim_v = one_of<int64_t>(rng, {16, 112, 256, std::min<int64_t>(p.head_dim, 512)});
   if (one_in(rng, 4)) {

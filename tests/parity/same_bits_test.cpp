@@ -60,7 +60,7 @@ class SameBits : public EveryBackend {
   }
   // Whether latent caches have an arithmetic of their own.
   bool has_latent_kernel() const { return computer_ == Computer::kHopper; }
-  // Compares calls of random problems, from `draw`, with those that compute their sequences at once.
+  // Compares calls of random problems, from `draw`, with calls for their whole sequences.
   void compare_calls(std::mt19937_64 &rng, const std::function<SameBitsProblem()> &draw, int64_t total) {
     constexpr int64_t kCallsEach = 15;
     int64_t calls = 0;

@@ -55,19 +55,15 @@ __device__ __forceinline__ void combine_partials(float4 &out, float2 &stats, con
 struct FoldScales {
   float total, segment;
 };
-__device__ __forceinline__ FoldScales fold_scales(float total_max, float max, float top) {
-  return {exp2_approx(__fsub_rn(total_max, top)), exp2_approx(__fsub_rn(max, top))};
-}
-// O, and L as well.
-__device__ __forceinline__ float fold_out(const FoldScales &scales, float total, float segment) {
-  return __fmaf_rn(segment, scales.segment, __fmul_rn(total, scales.total));
-}
 __device__ __forceinline__ FoldScales fold_row(float &total_max, float &total_sum, float max, float sum) {
   const float top = fmaxf(total_max, max);
-  const FoldScales scales = fold_scales(total_max, max, top);
+  const FoldScales scales{exp2_approx(__fsub_rn(total_max, top)), exp2_approx(__fsub_rn(max, top))};
   total_max = top;
-  total_sum = fold_out(scales, total_sum, sum);
+  total_sum = __fmaf_rn(sum, scales.segment, __fmul_rn(total_sum, scales.total));
   return scales;
+}
+__device__ __forceinline__ float fold_out(const FoldScales &scales, float total, float out) {
+  return __fmaf_rn(out, scales.segment, __fmul_rn(total, scales.total));
 }
 // Reads a counter of stored partials with acquire semantics. CTAs increment it after they have stored a partial (count_released). The CTA
 // that combines the partials waits for it.

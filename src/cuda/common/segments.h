@@ -8,6 +8,8 @@
 namespace fa::cuda {
 
 constexpr int32_t kSegmentKeys = 1024;
+// Of latent caches: a segment's out, which has to be folded, is larger beside its keys, and CTAs hand it over one after the other.
+constexpr int32_t kLatentSegmentKeys = 2048;
 // Of a tile, in which a row's maximum is raised and its sum is added. `head_dim`: the kernel's columns.
 constexpr int32_t segment_tile_keys(int32_t head_dim) { return head_dim <= 128 ? 128 : 64; }
 

@@ -46,7 +46,7 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
   if (found == mla::kNumShapes) return false;
   const Shape &shape = kShapes[found];
   const int64_t row_blocks = ceil_div(rows, shape.rows()),
-                iterations = ceil_div(p.k_lengths.max_len, shape.same_bits ? kSegmentKeys : shape.keys) + 1;
+                iterations = ceil_div(p.k_lengths.max_len, shape.same_bits ? kLatentSegmentKeys : shape.keys) + 1;
   if (p.batch * p.heads_k > kMaxWorkUnits / iterations / row_blocks) return false;
   const int64_t tiles = p.batch * p.heads_k * row_blocks;
 
@@ -90,7 +90,7 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
   }
   plan.tma_kv = !kv_8bit && is_kv_tma_compatible(p, p.k, p.head_dim, mla::kBoxRows);
   plan.reason = shape.same_bits
-                    ? "MLA kernel for FA_FLAG_SAME_BITS: segments of 1024 keys are folded in the order of their keys"
+                    ? "MLA kernel for FA_FLAG_SAME_BITS: segments of 2048 keys are folded in the order of their keys"
                     : "MLA kernel: V is part of K, and the query heads share each KV tile";
   return true;
 }

@@ -337,6 +337,10 @@ def same_bits(quick: bool) -> List[Case]:
     def paged(batch, tokens, seqlen, head_dim=128, heads=64, heads_k=8, option=SAME_BITS):
         return Case(SAME_BITS, "forward", head_dim, True, tokens, seqlen, batch, heads, heads_k, option=option, graph=tokens <= 16, page=16)
 
+    def latent(batch, heads, seqlen=8192, tokens=1, option=SAME_BITS):
+        return Case(SAME_BITS, "forward", 576, True, tokens, seqlen, batch, heads, 1, head_dim_v=512, option=option, graph=True,
+                    page=64, latent=True)
+
     seqlens = (1024, 4096, 16384) if quick else (1024, 2048, 4096, 8192, 16384)
     rows = [square(SAME_BITS, "forward", d, causal, n, option=SAME_BITS) for d in (128, 64) for causal in (True, False) for n in seqlens]
     rows += [square(SAME_BITS, "forward", 128, True, 8192, 32, 8, option=SAME_BITS)]
@@ -348,10 +352,6 @@ def same_bits(quick: bool) -> List[Case]:
     rows += [paged(batch, tokens, seqlen, option="e4m3 + same bits") for batch, tokens, seqlen in ((4, 512, 16384), (32, 1, 8192), (32, 8, 8192))]
     rows += [paged(batch, 1, seqlen) for batch, seqlen in ((1, 2048), (1, 8192), (1, 131072), (8, 8192), (4, 32768), (128, 8192))]
     rows += [paged(32, tokens, 8192) for tokens in ((1,) if quick else (1, 2, 4, 8, 16))]
-    def latent(batch, heads, seqlen=8192, tokens=1, option=SAME_BITS):
-        return Case(SAME_BITS, "forward", 576, True, tokens, seqlen, batch, heads, 1, head_dim_v=512, option=option, graph=True,
-                    page=64, latent=True)
-
     rows += [latent(64, heads) for heads in ((64,) if quick else (16, 64, 128))]
     if not quick:
         rows += [latent(64, heads, tokens=tokens) for heads, tokens in ((16, 2), (16, 4), (64, 2), (64, 4))]

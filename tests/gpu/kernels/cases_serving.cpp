@@ -177,8 +177,8 @@ void add_same_bits_latent_cases(std::vector<Case> &all) {
       c.head_dim_v = 512;
       c.v_in_k = 1;
       c.q.seqlen = queries;
-      c.k.seqlen = 2300;
-      c.k.used = {2300, 130, 2048};
+      c.k.seqlen = heads == 12 ? 4200 : 2300;
+      c.k.used = {c.k.seqlen, 130, 2048};
       c.sink = heads == 24;
       c.window_left = heads == 12 ? 1500 : -1;
       c.nan_visible = dtype == FA_BFLOAT16 ? 2 : 0;

@@ -6,9 +6,6 @@
 //
 // The out of a work tile is a sequence of vectors of four columns, counted through all rows; a lane owns one vector. With few
 // partials, one warp sums all partials of its vectors. With many, the four warps of a CTA take a quarter of the partials each.
-//
-// Kernels for FA_FLAG_SAME_BITS fold the partials one by one, so that each takes its place in a chain of two instructions. There a lane owns one column, and
-// what scales a partial is computed ahead of that chain, of 32 partials at a time.
 #pragma once
 
 #include "cuda/common/softmax.cuh"
@@ -24,11 +21,6 @@ __device__ __forceinline__ float4 load_now(const float4 *src) {
   asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];\n"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
                : "l"(src));
-  return x;
-}
-__device__ __forceinline__ float load_now(const float *src) {
-  float x;
-  asm volatile("ld.relaxed.gpu.global.f32 %0, [%1];\n" : "=f"(x) : "l"(src));
   return x;
 }
 __device__ __forceinline__ float2 load_now(const float2 *src) {
@@ -64,21 +56,21 @@ class Combine {
     }
     cta_.set_split_tile(tile);
     const int warp = static_cast<int>(uniform(threadIdx.x >> 5)), vectors = cta_.rows * kVectors;
-    if constexpr (C::kSameBits) {
-      pdl_wait();
-      for (int first = (cta * kCombineWarps + warp) * 32; first < vectors * 4; first += num_ctas * kCombineWarps * 32)
-        fold_columns(tile, first / (4 * kVectors), first % (4 * kVectors));
-      return;
-    }
     // By the number of partials alone: the order of the sum must not depend on the size of the launch.
     const bool one_warp_per_slice = tile.num_partials <= kPartialsInFlight;
     const int slice = one_warp_per_slice ? cta * kCombineWarps + warp : cta,
               slices = one_warp_per_slice ? num_ctas * kCombineWarps : num_ctas,
               begin = one_warp_per_slice ? 0 : tile.num_partials * warp / kCombineWarps,
               end = one_warp_per_slice ? tile.num_partials : tile.num_partials * (warp + 1) / kCombineWarps;
-    first_partial_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition, true);
-    next_partial_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition + 1, false);
-    partial_step_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition + 2, false) - next_partial_;
+    if constexpr (C::kSameBits) {
+      first_partial_ = tile.first_partition;
+      partial_step_ = 1 << cta_.params.coscheduled_log2;
+      next_partial_ = first_partial_ + partial_step_;
+    } else {
+      first_partial_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition, true);
+      next_partial_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition + 1, false);
+      partial_step_ = StreamKScheduler<C>::partial_of(cta_.params, tile.first_partition + 2, false) - next_partial_;
+    }
     Vector v = vector(slice * 32 + cta_.lane_id);
     // Keeps the addresses' computation ahead of the wait.
     asm volatile("" : "+l"(v.partial_out), "+l"(v.partial_stats), "+l"(v.out), "+l"(v.lse));
@@ -86,8 +78,12 @@ class Combine {
     for (int at = slice * 32 + cta_.lane_id; at - cta_.lane_id < vectors; v = vector(at)) {
       float4 x{0.f, 0.f, 0.f, 0.f};
       float2 stats{-1e30f, 0.f};
-      if (at < vectors) merge_range(v, begin, end, x, stats);
-      if (!one_warp_per_slice) {
+      if (C::kSameBits && !one_warp_per_slice) {
+        fold_warp_by_warp(v, at < vectors ? tile.num_partials : 0, tile.num_partials, warp, shared, x, stats);
+      } else if (at < vectors) {
+        merge_range(v, begin, end, x, stats);
+      }
+      if (!C::kSameBits && !one_warp_per_slice) {
         shared.x[warp][cta_.lane_id] = x;
         shared.stats[warp][cta_.lane_id] = stats;
         __syncthreads();
@@ -113,7 +109,7 @@ class Combine {
   }
 
  private:
-  static constexpr int kPartialsInFlight = 6;
+  static constexpr int kPartialsInFlight = C::kSameBits ? 8 : 6;
 
   // Recomputes the split by the scheduler's own arithmetic, before the wait for the main kernel.
   __device__ __forceinline__ SplitTile find_split_tile(int index) {
@@ -162,6 +158,18 @@ class Combine {
             cta_.problem.lse.data != nullptr && at % kVectors == 0 ? epilogue_.lse_at(token, head) : nullptr};
   }
 
+  // For FA_FLAG_SAME_BITS: folds partials into the total, one by one. Of those that see no key out is not stored.
+  template <int kCount>
+  static __device__ __forceinline__ void fold_partials(const float4 (&out)[kCount], const float2 (&stats_of)[kCount], float4 &x,
+                                                       float2 &stats) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      if (stats_of[n].x == kNoMax) continue;
+      const FoldScales scales = fold_row(stats.x, stats.y, stats_of[n].x, stats_of[n].y);
+      x = {fold_out(scales, x.x, out[n].x), fold_out(scales, x.y, out[n].y), fold_out(scales, x.z, out[n].z),
+           fold_out(scales, x.w, out[n].w)};
+    }
+  }
   // Merges partials [begin, end) of a vector, as many at once as registers allow.
   __device__ __forceinline__ void merge_range(const Vector &v, int begin, int end, float4 &x, float2 &stats) const {
 #pragma unroll 1
@@ -177,56 +185,49 @@ class Combine {
         partial_stats_of[n] = load_now(v.partial_stats + index * C::kRows);
         partials[n] = load_now(v.partial_out + int64_t{index} * (C::kRows * kVectors));
       }
-      fa::cuda::combine_partials<kPartialsInFlight>(x, stats, partials, partial_stats_of);
+      if constexpr (C::kSameBits) {
+        fold_partials(partials, partial_stats_of, x, stats);
+      } else {
+        fa::cuda::combine_partials<kPartialsInFlight>(x, stats, partials, partial_stats_of);
+      }
     }
   }
 
-  // For FA_FLAG_SAME_BITS: folds the partials of 32 columns of a row, from `first` on, one by one in the order of their keys (common/combine.cuh), and stores
-  // the result. Of partials that see no key out was not stored.
-  __device__ __forceinline__ void fold_columns(const SplitTile &tile, int row, int first) const {
-    constexpr int kAtOnce = 32;  // partials: the factors of each are a lane's
-    const int lane = cta_.lane_id, step = 1 << cta_.params.coscheduled_log2;
-    const float *out_at = reinterpret_cast<const float *>(epilogue_.partial_out(tile.first_partition, row)) + first + lane;
-    const float2 *stats_at = epilogue_.partial_stats(tile.first_partition, row) + lane * step * C::kRows;
-    float x = 0.f, max = kNoMax, sum = 0.f;
-#pragma unroll 1
-    for (int begin = 0; begin < tile.num_partials; begin += kAtOnce) {
-      const int count = min(kAtOnce, tile.num_partials - begin);
-      float2 stats{kNoMax, 0.f};
-      if (lane < count) stats = load_now(stats_at);
-      stats_at += kAtOnce * step * C::kRows;
-      float out[kAtOnce];
-#pragma unroll
-      for (int n = 0; n < kAtOnce; ++n, out_at += step * (C::kRows * 4 * kVectors)) {
-        out[n] = 0.f;
-        if (n < count) out[n] = load_now(out_at);
-      }
-      // fold_row() of all of them: the maximum of the partials so far does not depend on the order in which it is found.
-      float top = fmaxf(stats.x, max);
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2) {
-        const float other = __shfl_up_sync(~0u, top, distance);
-        if (lane >= distance) top = fmaxf(top, other);
-      }
-      const float before = __shfl_up_sync(~0u, top, 1);
-      const FoldScales scales = fold_scales(lane == 0 ? max : before, stats.x, top);
+  // For FA_FLAG_SAME_BITS: all warps have the same vectors. One after the other they fold the next few partials into the total that the warp before
+  // hands over; a warp's next ones are on their way while the others fold theirs. All warps get the total. `end` is `count`, or 0 without a vector.
+  __device__ __forceinline__ void fold_warp_by_warp(const Vector &v, int end, int count, int warp, Shared &shared, float4 &x,
+                                                    float2 &stats) const {
+    constexpr int kAtOnce = 6;
+    float4 out[kAtOnce];
+    float2 stats_of[kAtOnce];
+    const auto load = [&](int first) {
 #pragma unroll
       for (int n = 0; n < kAtOnce; ++n) {
-        const FoldScales of_partial{__shfl_sync(~0u, scales.total, n), __shfl_sync(~0u, scales.segment, n)};
-        const float partial_sum = __shfl_sync(~0u, stats.y, n);
-        if (n >= count || __shfl_sync(~0u, stats.x, n) == kNoMax) continue;
-        sum = fold_out(of_partial, sum, partial_sum);
-        x = fold_out(of_partial, x, out[n]);
+        const int index = first_partial_ + (first + n) * partial_step_;
+        stats_of[n] = {kNoMax, 0.f};
+        out[n] = {0.f, 0.f, 0.f, 0.f};
+        if (first + n >= end) continue;
+        stats_of[n] = load_now(v.partial_stats + index * C::kRows);
+        out[n] = load_now(v.partial_out + int64_t{index} * (C::kRows * kVectors));
       }
-      max = __shfl_sync(~0u, top, 31);
+    };
+    load(warp * kAtOnce);
+#pragma unroll 1
+    for (int round = 0; round * kAtOnce < count; ++round) {
+      if (round % kCombineWarps == warp) {
+        if (round > 0) {
+          x = shared.x[0][cta_.lane_id];
+          stats = shared.stats[0][cta_.lane_id];
+        }
+        fold_partials(out, stats_of, x, stats);
+        shared.x[0][cta_.lane_id] = x;
+        shared.stats[0][cta_.lane_id] = stats;
+        load((round + kCombineWarps) * kAtOnce);
+      }
+      __syncthreads();
     }
-    const int token = cta_.token_of(row), head = cta_.head_of(row);
-    const auto result = epilogue_.finalize(row, {max, sum});
-    if (cta_.problem.lse.data != nullptr && first == 0 && lane == 0) *epilogue_.lse_at(token, head) = result.lse;
-    const int vector = lane & ~3;
-    const float4 columns{__shfl_sync(~0u, x, vector), __shfl_sync(~0u, x, vector + 1), __shfl_sync(~0u, x, vector + 2),
-                         __shfl_sync(~0u, x, vector + 3)};
-    if (lane == vector) epilogue_.store_out(epilogue_.out_at(token, head) + first + lane, (first + lane) / 4, columns, result.factor);
+    x = shared.x[0][cta_.lane_id];
+    stats = shared.stats[0][cta_.lane_id];
   }
 
   Cta<C> &cta_;
@@ -234,8 +235,9 @@ class Combine {
   int first_partial_, next_partial_, partial_step_;  // indices of the partials: first, second, and the stride from then on
 };
 
+// For FA_FLAG_SAME_BITS four CTAs on an SM, not six: a warp holds more partials in registers (fold_warp_by_warp).
 template <class C>
-__global__ void __launch_bounds__(kCombineThreads, kCombineMinCtas)
+__global__ void __launch_bounds__(kCombineThreads, C::kSameBits ? 4 : kCombineMinCtas)
     combine_partials(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {

@@ -176,7 +176,9 @@ template <int32_t head_dim, int32_t head_dim_v, int32_t groups, int32_t kv_tile,
           int32_t out_atoms, ScoreSet scores, bool same_bits, bool pages>
 constexpr bool has_workspace_total() {
   if constexpr (same_bits) {
-    return !ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, false, scores, true, pages>::kTotalIsShared;
+    using Storage =
+        ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, false, scores, true, pages>;
+    return !Storage::kTotalIsShared;
   } else {
     return false;
   }

@@ -22,8 +22,8 @@ namespace fa::cuda::sm90 {
 template <class C>
 class SegmentConsumer : private Consumer<C> {
   using Base = Consumer<C>;
-  using Base::a_, Base::at_, Base::k_, Base::out_, Base::p_, Base::p_operand_, Base::q_, Base::s_, Base::smem_, Base::softmax_, Base::v_,
-      Base::work_, Base::epilogue_, Base::recompute_;
+  using Base::a_, Base::at_, Base::k_, Base::out_, Base::p_, Base::p_operand_, Base::q_, Base::s_, Base::smem_, Base::softmax_,
+      Base::v_, Base::work_, Base::epilogue_, Base::recompute_;
   using typename Base::Fragment, typename Base::OutFragment, typename Base::WorkTile;
   static constexpr int kSegmentTiles = kSegmentKeys / C::kKeys;
   static_assert(C::kScores == kPlain && C::kKeys == segment_tile_keys(C::kD) && !C::kFp8);
@@ -227,7 +227,8 @@ class SegmentConsumer : private Consumer<C> {
     __device__ __forceinline__ int lane() const { return at.lane; }
     __device__ __forceinline__ auto out(int j) const {
       if constexpr (C::Storage::kTotalIsShared) {
-        return smem.out(at.wg) + at.warp * 16 * 128 + at.lane * 16 + j / kVectorsOfPart * 64 * 128 + j % kVectorsOfPart * 32 * 16;
+        return smem.out(at.wg) + at.warp * 16 * 128 + at.lane * 16 + j / kVectorsOfPart * 64 * 128 +
+               j % kVectorsOfPart * 32 * 16;
       } else {
         return totals + j * 32;
       }

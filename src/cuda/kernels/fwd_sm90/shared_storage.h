@@ -178,8 +178,10 @@ struct ForwardStorage {
       kFp8 ? kHeadDimV * 128 : kKeys * kVAtoms * 128;  // fp8: V comes transposed, [head_dim_v][128 bytes]
   // For FA_FLAG_SAME_BITS: the total of a warpgroup's rows, which lies in the workspace where there is no room for it here.
   static constexpr int kTotalWarpgroupBytes = 64 * kHeadDimV * 4;
-  static constexpr bool kTotalIsShared = kSameBits && kQStages * kConsumerWarpgroups * kQWarpgroupBytes + kStages * (kKBytes + kVBytes) +
-                                                              kConsumerWarpgroups * kTotalWarpgroupBytes <= 224 * 1024;
+  static constexpr bool kTotalIsShared = kSameBits && kQStages * kConsumerWarpgroups * kQWarpgroupBytes +
+                                                              kStages * (kKBytes + kVBytes) +
+                                                              kConsumerWarpgroups * kTotalWarpgroupBytes <=
+                                                          224 * 1024;
   static constexpr int kOutWarpgroupBytes = kTotalIsShared ? kTotalWarpgroupBytes : 64 * kOutAtoms * 128;
 
   char q[kQStages][kConsumerWarpgroups][kQWarpgroupBytes];

@@ -46,8 +46,8 @@ struct Config {
   // Two PV warpgroups, one softmax warpgroup, and a warpgroup of producer warps.
   static constexpr int kRows = 64, kThreads = 512, kPvThreads = 256, kSoftmaxThreads = 128, kProducerWarps = 4;
   static constexpr int kKvTile = kKeys,
-                       kKvStep = kSameBits ? kSegmentKeys : kKeys;  // the scheduler's: keys of a tile and per iteration
-  static constexpr int kColumns = kDv / 2;                          // columns of out in one PV warpgroup
+                       kKvStep = kSameBits ? kLatentSegmentKeys : kKeys;  // the scheduler's: keys of a tile and per iteration
+  static constexpr int kColumns = kDv / 2;                                // columns of out in one PV warpgroup
   // A K tile consists of groups of eight rows, [row / 8][atom of 64 columns][8][64], so that a single TMA load brings any eight consecutive
   // rows of a page.
   static constexpr int kAtoms = kD / 64, kAtomBytes = 8 * 128, kRowGroupBytes = kAtoms * kAtomBytes;
@@ -127,7 +127,7 @@ class Cta {
   }
   // Where the segment of a K tile ends in a work unit.
   static __device__ __forceinline__ int segment_end(const WorkUnitDescriptor &work, int tile) {
-    constexpr int kTiles = kSegmentKeys / C::kKeys;
+    constexpr int kTiles = kLatentSegmentKeys / C::kKeys;
     return min((tile / kTiles + 1) * kTiles, work.kv_tile_end);
   }
   // When all K tiles have been read: maximum and sum of each row of a partial, after room for the out of one partial.

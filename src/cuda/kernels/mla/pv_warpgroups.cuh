@@ -352,7 +352,7 @@ class PvWarpgroups {
   __device__ __forceinline__ void set_vector(int j, const float4 &x) {
     out(4 * j) = x.x, out(4 * j + 1) = x.y, out(4 * j + 2) = x.z, out(4 * j + 3) = x.w;
   }
-  // Factors of this lane's rows, of a stored segment or of the one in registers.
+  // What scales the total and the segment in this lane's rows: of a stored segment or of the one in registers.
   struct RowScales {
     FoldScales rows[2];
   };
@@ -482,17 +482,18 @@ class PvWarpgroups {
   // the CTA's last, and its K tiles have been read. Through their memory pass, for two vectors of the registers at a time, those of the total
   // and of all stored segments.
   __device__ __forceinline__ void fold_staged(const float4 *from, int stored) {
-    constexpr int kPairs = kVectors / 2, kSlots = 32, kSlotBytes = C::kPvThreads * 16;
-    static_assert(kSlots * kSlotBytes <= C::kStages * C::kTileBytes && kSlots >= 2 * (1 + SegmentStorage::kMostStored));
+    constexpr int kPairs = kVectors / 2, kStagedVectors = 32, kVectorBytes = C::kPvThreads * 16;
+    static_assert(kStagedVectors * kVectorBytes <= C::kStages * C::kTileBytes &&
+                  kStagedVectors >= 2 * (1 + SegmentStorage::kMostStored));
     const int depth = stored < 2 ? 8 : stored < 4 ? 4 : stored < 8 ? 2 : 1;  // pairs of vectors in flight
-    const uint32_t staging = cta_.shared_tile(0) + opaque(threadIdx.x) * 16, pair_bytes = (stored + 1) * (2 * kSlotBytes);
+    const uint32_t staging = cta_.shared_tile(0) + opaque(threadIdx.x) * 16, pair_bytes = (stored + 1) * (2 * kVectorBytes);
     const float4 *segments = stored_segment(0);
     const auto request = [&](uint32_t to) {  // the next pair
       const float4 *part = from, *next = segments;
 #pragma unroll 1
-      for (int n = 0; n <= stored; ++n, to += 2 * kSlotBytes, next += segment_stride()) {
+      for (int n = 0; n <= stored; ++n, to += 2 * kVectorBytes, next += segment_stride()) {
         cp_async_16(to, part);
-        cp_async_16(to + kSlotBytes, part + 32);
+        cp_async_16(to + kVectorBytes, part + 32);
         part = next;
       }
       from += 2 * 32;
@@ -515,13 +516,13 @@ class PvWarpgroups {
       } else {
         cp_async_wait<0>();
       }
-      float4 x[2] = {load_total(at), load_total(at + kSlotBytes)};
+      float4 x[2] = {load_total(at), load_total(at + kVectorBytes)};
 #pragma unroll 1
       for (int i = 0; i < stored; ++i) {
         const RowScales scales = scales_of(i);
-        const uint32_t segment = at + (i + 1) * (2 * kSlotBytes);
+        const uint32_t segment = at + (i + 1) * (2 * kVectorBytes);
         x[0] = fold_out(scales.rows, x[0], load_total(segment));
-        x[1] = fold_out(scales.rows, x[1], load_total(segment + kSlotBytes));
+        x[1] = fold_out(scales.rows, x[1], load_total(segment + kVectorBytes));
       }
       const RowScales own = own_scales();
 #pragma unroll

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// FA_FLAG_SAME_BITS: keys are cut into segments of kSegmentKeys, counted from the first key of their sequence. A segment has a softmax of its
+// FA_FLAG_SAME_BITS: keys are cut into segments of kLatentSegmentKeys, counted from the first key of their sequence. A segment has a softmax of its
 // own (m, l, out). The segments of a row are folded in the order of their keys (common/combine.cuh), so that its bits do not depend on which
 // CTA computed which of them.
 //
 // The softmax warpgroup knows m and l of a segment, the PV warpgroups have its out in registers. What a CTA has folded of a work tile is its
 // total: M and L in shared memory, O [64][512] in the workspace, of which each CTA has a part, since 128 KB find no room in shared memory.
-// When a segment ends, each softmax warp decides what becomes of it, folds m and l, and tells the two PV warps with the same rows the factors.
+// When a segment ends, each softmax warp decides what becomes of it, folds m and l, and tells the two PV warps with the same rows the scales.
 //
 // Where several CTAs have a work tile, each hands its total over to the next one. A CTA stores its segments in the workspace until the total
 // of those before them has arrived. When that happens is a matter of time, but not the order in which segments are folded. CTAs wait for CTAs

@@ -43,7 +43,7 @@ struct SharedStorage {
 struct SegmentStorage {
   static constexpr int kRows = 64, kMostStored = 15;
   float total[kRows][2];  // maximum and sum of what the CTA has folded
-  // Of each stored segment, and last of the one in registers: its maximum and sum, which become the factors of what comes before and of
+  // Of each stored segment, and last of the one in registers: its maximum and sum, which become the scales of what comes before and of
   // the segment, when it is folded.
   float segments[kMostStored + 1][kRows][2];
   uint32_t actions[4];  // for the warps with the rows of each softmax warp
