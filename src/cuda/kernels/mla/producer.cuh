@@ -105,8 +105,8 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
       work_unit.partial_step = 1;
       work_unit.awaited_counter = own_partial;
       work_unit.pair = pair;
-      if ((C::kPairs && pair) ||
-          rows_ <= 0) {  // a row block without rows has no partials, and nobody may wait for one or count it
+      // A row block without rows has no partials: nobody may count one, or reset the counter of those that are counted.
+      if ((C::kPairs && pair) || rows_ <= 0) {
         work_unit.tile_continues = false;
         work_unit.partials = 0;
       } else if (!work_unit.tile_continues) {
