@@ -10,7 +10,7 @@
 #include "cpu/forward_tiled.h"
 #endif
 #include "cpu/forward_vector.h"
-#if !defined(FA_TARGET_AMX) && !defined(FA_VECTOR_NEON)
+#if !defined(FA_VECTOR_NEON)
 #define FA_SAME_BITS_UNPACKED  // few rows of FA_FLAG_SAME_BITS need no packing
 #include "cpu/forward_same.h"
 #endif
@@ -159,10 +159,19 @@ class ForwardWork final : public HeadWork {
   int64_t rows_of_head(const Head &head) const { return p_.group * head.queries.len; }
   int64_t heads_together(const Head &head) const {
     if (head.mode == ForwardMode::kVector) return vector_heads(p_, rows_of_head(head));
-    return is_unpacked(head) ? min64(vector_heads(p_, rows_of_head(head)), layout_.most_heads) : 1;
+    if (!is_unpacked(head)) return 1;
+    const int64_t most = min64(vector_heads(p_, rows_of_head(head)), layout_.most_heads);
+#if defined(FA_TARGET_AMX)
+    return min64(most, SameBitsTiles::kMostHeads);
+#else
+    return most;
+#endif
   }
   // Whether SameBitsSegment computes a head.
   bool is_unpacked([[maybe_unused]] const Head &head) const {
+#if defined(FA_TARGET_AMX)
+    if (p_.q.dtype != Dtype::bf16) return false;  // two parts of fp16 have no such kernel yet
+#endif
 #if defined(FA_SAME_BITS_UNPACKED)
     return head.mode == ForwardMode::kTiledSplit && rows_of_head(head) <= kVectorRows;
 #else
@@ -199,7 +208,11 @@ class ForwardWork final : public HeadWork {
 #if defined(FA_SAME_BITS_UNPACKED)
     if (is_unpacked(head)) {
       const VectorSplit split{head.head_k, heads, rows, keys};
+#if defined(FA_TARGET_AMX)
+      SameBitsSegment segment(p_, layout_, masks(scratch), scratch, head, split, tiles_, packed_keys(scratch));
+#else
       SameBitsSegment segment(p_, layout_, masks(scratch), scratch, head, split);
+#endif
       if (segment.attend()) {
         for (int64_t row = 0; row < heads * rows; ++row) put(row, segment.row_result(row));
         return;
@@ -213,16 +226,20 @@ class ForwardWork final : public HeadWork {
     }
   }
 
+  // Where a block of keys that one worker needs is packed, and behind it the block of values.
+  char *packed_keys(char *scratch) const {
+    return scratch + layout_.worker_bytes - layout_.worker_slices - layout_.worker_bits - layout_.worker_values -
+           layout_.worker_keys;
+  }
+
   // A split of one head, whose keys are packed for it alone.
   template <class Put>
   void run_packed(const Head &head, const QueryBlock &block, Range keys, char *scratch, Put put) {
     typename Products::State st = products_.begin(scratch, masks(scratch), head, block);
     products_.begin_segment(st);
-    char *packed_values = scratch + layout_.worker_bytes - layout_.worker_slices - layout_.worker_bits - layout_.worker_values;
-    char *packed_keys = packed_values - layout_.worker_keys;
     for (int64_t n = keys.begin / kBlockKeys; n * kBlockKeys < keys.end; ++n) {
       if (!begin_keys(p_, head, st, Products::kStripRows, n * kBlockKeys)) continue;
-      products_.attend_alone(head, st, n, packed_keys, packed_values);
+      products_.attend_alone(head, st, n, packed_keys(scratch), packed_keys(scratch) + layout_.worker_keys);
     }
     for (int64_t r = 0; r < block.rows(); ++r) put(r, products_.row_result(st, r));
   }
@@ -232,6 +249,9 @@ class ForwardWork final : public HeadWork {
   char *const workspace_;
   Products products_;
   VectorProducts vector_products_;
+#if defined(FA_TARGET_AMX)
+  Tiles tiles_;  // of SameBitsSegment
+#endif
 };
 
 void forward_worker(const ForwardJob &job, int32_t worker) {

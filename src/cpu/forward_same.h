@@ -7,6 +7,8 @@
 #include "cpu/forward_split.h"
 #if defined(FA_TARGET_AVX512_BF16)
 #include "cpu/forward_pairs.h"
+#elif defined(FA_TARGET_AMX)
+#include "cpu/forward_same_tiles.h"
 #endif
 
 namespace fa::cpu::FA_ISA {
@@ -90,9 +92,22 @@ __attribute__((noinline)) void chain_block(const char *const *keys, int count, i
 // The heads of a split and its keys, which lie in one segment.
 class SameBitsSegment {
  public:
+  // With FA_TARGET_AMX `tiles` compute S, and `packed` is memory for their operands.
   SameBitsSegment(const ForwardProblem &p, const ForwardLayout &layout, const MaskMemory &masks, char *scratch,
-                  const Head &head, const VectorSplit &split)
-      : p_(p), head_(head), split_(split) {
+                  const Head &head, const VectorSplit &split
+#if defined(FA_TARGET_AMX)
+                  ,
+                  Tiles &tiles, char *packed
+#endif
+                  )
+      : p_(p),
+        head_(head),
+        split_(split)
+#if defined(FA_TARGET_AMX)
+        ,
+        tiles_(tiles, packed, p.head_dim, split.count)
+#endif
+  {
     const auto take = [&](size_t bytes) {
       auto *area = reinterpret_cast<float *>(scratch);
       scratch += bytes;
@@ -112,11 +127,15 @@ class SameBitsSegment {
   // Computes the segment, or returns false if the unit for bf16 would get some product wrong.
   bool attend() {
     widen_queries(p_, head_, {0, p_.group, 0, head_.queries.len}, split_, area_);
-#if defined(FA_TARGET_AVX512_BF16)
+#if defined(FA_TARGET_AVX512_BF16) || defined(FA_TARGET_AMX)
     QueryNumbers numbers;
     for (int64_t i = 0; i < st_.rows * area_.ldq; i += kWidth) numbers.see(Simd::load(area_.q + i));
     if (!numbers.normal()) return false;
+#endif
+#if defined(FA_TARGET_AVX512_BF16)
     for (int64_t r = 0; r < st_.rows; ++r) round_in_place(area_.q + r * area_.ldq, area_.ldq);
+#elif defined(FA_TARGET_AMX)
+    tiles_.pack_queries(split_, area_);
 #endif
     FA_ISA::begin_segment(st_);
     clear_outputs(split_, area_, {0, split_.count});
@@ -146,6 +165,8 @@ class SameBitsSegment {
     const Range keys{first + cols.begin, min64(first + cols.end, head_.keys.len)};
 #if defined(FA_TARGET_AVX512_BF16)
     scores<PairChain>(first, keys);
+#elif defined(FA_TARGET_AMX)
+    scores_by_tiles(first, keys);
 #else
     for_key_dtype(p_.k.dtype, [&]<class Element>() { scores<WidenedChain<Element> >(first, keys); });
 #endif
@@ -155,6 +176,8 @@ class SameBitsSegment {
     }
 #if defined(FA_TARGET_AVX512_BF16)
     outputs_by_pairs(first, keys, marked);
+#elif defined(FA_TARGET_AMX)
+    outputs_like_tiles(first, keys, marked);
 #else
     for_key_dtype(p_.v.dtype, [&]<class Element>() { outputs<Element>(first, keys, marked); });
 #endif
@@ -281,11 +304,12 @@ class SameBitsSegment {
     return {max64(first + seen.begin - piece.first, 0), min64(first + seen.end - piece.first, piece.count)};
   }
 
-#if defined(FA_TARGET_AVX512_BF16)
-  void outputs_by_pairs(int64_t first, Range keys, const bool *marked) {
-    const HeadRows rows = head_rows(p_, p_.v, head_, split_, keys), next = head_rows(p_, p_.k, head_, split_, after(keys));
-    // A masked P must not meet a value that is not finite.
-    bool as_floats[kVectorScratchRows] = {}, any = false;
+#if defined(FA_TARGET_AVX512_BF16) || defined(FA_TARGET_AMX)
+  // Rounds P of the heads whose products are of bf16, by round(p, keys); tells which the others are: a masked P must not meet a value that is not finite.
+  // Returns whether there are such.
+  template <class Round>
+  bool round_p(int64_t first, const HeadRows &rows, const bool *marked, bool *as_floats, Round round) const {
+    bool any = false;
     for (int64_t h = 0; h < split_.count; ++h) {
       const Range &seen = st_.keys[strip_of_head(h)];
       for (int64_t j = seen.begin; j < seen.end && marked[strip_of_head(h)] && !as_floats[h]; ++j)
@@ -293,9 +317,61 @@ class SameBitsSegment {
       any = any || as_floats[h];
       for (int64_t r = h * split_.rows; r < (h + 1) * split_.rows && !as_floats[h] && !seen.empty(); ++r) {
         const int64_t begin = seen.begin / kNr * kNr;
-        round_in_place(area_.s + r * kBlockKeys + begin, round_up(seen.end, kNr) - begin);
+        round(area_.s + r * kBlockKeys + begin, round_up(seen.end, kNr) - begin);
       }
     }
+    return any;
+  }
+#endif
+#if defined(FA_TARGET_AMX)
+  void scores_by_tiles(int64_t first, Range keys) {
+    const HeadRows rows = head_rows(p_, p_.k, head_, split_, keys), next = head_rows(p_, p_.v, head_, split_, keys);
+    Ahead ahead(rows, next, (p_.head_dim + kTileDepth - 1) / kTileDepth);
+    for_pieces(rows.rows, keys.begin, keys.end, [&](const KeyPiece &piece) {
+      ahead.begin(piece);
+      const bool even = are_tile_rows(piece, rows.row_bytes);
+      for (int64_t h = 0; h < split_.count; ++h)
+        tiles_.scores(piece, even, rows, h, split_.rows, area_.s + h * split_.rows * kBlockKeys + piece.first - first,
+                      kBlockKeys, ahead);
+    });
+    ahead.finish();
+  }
+  void outputs_like_tiles(int64_t first, Range keys, const bool *marked) {
+    const HeadRows rows = head_rows(p_, p_.v, head_, split_, keys), next = head_rows(p_, p_.k, head_, split_, after(keys));
+    bool as_floats[kVectorScratchRows] = {};
+    const bool any = round_p(first, rows, marked, as_floats, SameBitsTiles::round);
+    Ahead ahead(rows, next, max64(split_.rows * p_.head_dim_v / (8 * kWidth), 1), kTileDepth);
+    {
+      const SubnormalsAreZero mode;
+      for (int64_t step = keys.begin; step < keys.end; step += kTileDepth) {
+        const int64_t count = min64(keys.end - step, kTileDepth);
+        const char *values[kTileDepth];
+        for (int64_t n = 0; n < count; ++n) values[n] = rows.rows.row(step + n);
+        ahead.begin(step, count);
+        for (int64_t h = 0; h < split_.count; ++h) {
+          const Range &seen = st_.keys[strip_of_head(h)];
+          const int begin = static_cast<int>(max64(first + seen.begin - step, 0)),
+                    end = static_cast<int>(min64(first + seen.end - step, count));
+          if (begin >= end || as_floats[h]) continue;
+          for_row_groups<4>(
+              split_.rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+                const int64_t row = h * split_.rows + r;
+                add_tile_step<ROWS>(values, begin, end, h * rows.head_bytes, p_.head_dim_v,
+                                    area_.s + row * kBlockKeys + step - first, kBlockKeys, area_.o + row * area_.ldo, area_.ldo,
+                                    ahead);
+              });
+        }
+      }
+    }
+    ahead.finish();
+    if (any) outputs<ElementBf16>(first, keys, marked, [&](int64_t h) { return as_floats[h]; });
+  }
+#endif
+#if defined(FA_TARGET_AVX512_BF16)
+  void outputs_by_pairs(int64_t first, Range keys, const bool *marked) {
+    const HeadRows rows = head_rows(p_, p_.v, head_, split_, keys), next = head_rows(p_, p_.k, head_, split_, after(keys));
+    bool as_floats[kVectorScratchRows] = {};
+    const bool any = round_p(first, rows, marked, as_floats, round_in_place);
     Ahead ahead(rows, next, blocks_of(split_.rows, kPieceKeys * p_.head_dim_v / (2 * kWidth), kMostBlockVectors));
     for_pieces(rows.rows, keys.begin, keys.end, [&](const KeyPiece &piece) {
       ahead.begin(piece);
@@ -329,6 +405,9 @@ class SameBitsSegment {
   int64_t strip_rows_ = 0;
   VectorArea area_;
   SoftmaxState st_;
+#if defined(FA_TARGET_AMX)
+  SameBitsTiles tiles_;
+#endif
 };
 
 }  // namespace fa::cpu::FA_ISA

@@ -44,6 +44,33 @@ struct TileI8 {
   }
 };
 
+constexpr int64_t kStepBytes = 64;  // of a row of a tile
+
+// Sixteen keys of a head as the rows of a tile.
+struct KeyRows {
+  const char *at;
+  int64_t stride;
+};
+// Whether the keys of a piece can be that where they lie: they are equally far apart, and their `bytes` bytes are whole steps.
+inline bool are_tile_rows(const KeyPiece &piece, int64_t bytes) {
+  if (piece.count != kTileRows || bytes % kStepBytes != 0) return false;
+  const int64_t stride = piece.rows[1] - piece.rows[0];
+  bool even = true;
+  for (int n = 2; n < kTileRows; ++n) even = even && piece.rows[n] - piece.rows[n - 1] == stride;
+  return even;
+}
+// Rows of `bytes` bytes, `offset` behind piece.rows: where they lie, if they can be rows of a tile (`even`), else a copy of `stride` bytes a row.
+inline KeyRows key_rows(const KeyPiece &piece, bool even, int64_t offset, int64_t bytes, char *copy, int64_t stride) {
+  if (even) return {piece.rows[0] + offset, piece.rows[1] - piece.rows[0]};
+  for (int64_t n = 0; n < kTileRows; ++n) {
+    char *to = copy + n * stride;
+    if (n < piece.count) __builtin_memcpy(to, piece.rows[n] + offset, static_cast<size_t>(bytes));
+    const int64_t filled = n < piece.count ? bytes : 0;
+    __builtin_memset(to + filled, 0, static_cast<size_t>(stride - filled));
+  }
+  return {copy, stride};
+}
+
 class VectorProducts {
  public:
   VectorProducts(const ForwardProblem &problem, const ForwardLayout &layout)
@@ -98,7 +125,6 @@ class VectorProducts {
   }
 
  private:
-  static constexpr int64_t kStepBytes = 64;     // of a row of a tile
   static constexpr int64_t kValueColumns = 64;  // that are computed together
   static constexpr int64_t kDigits = 4;
 
@@ -110,33 +136,6 @@ class VectorProducts {
     int64_t keys = 0;
   };
   static constexpr int64_t kSetFloats = 4 * kTileFloats;  // at most: three heads of bf16, or two tiles of two heads each
-
-  // Sixteen keys of a head as the rows of a tile.
-  struct KeyRows {
-    const char *at;
-    int64_t stride;
-  };
-
-  // Sixteen rows of `bytes` bytes, `offset` behind piece.rows: where they lie if they are equally far apart and whole steps, else a copy.
-  KeyRows key_rows(const KeyPiece &piece, bool even, int64_t offset, int64_t bytes, int64_t copy) const {
-    if (even) return {piece.rows[0] + offset, piece.rows[1] - piece.rows[0]};
-    const int64_t stride = steps_ * kStepBytes;
-    char *const rows = keys_ + copy * kTileRows * stride;
-    for (int64_t n = 0; n < kTileRows; ++n) {
-      char *to = rows + n * stride;
-      if (n < piece.count) __builtin_memcpy(to, piece.rows[n] + offset, static_cast<size_t>(bytes));
-      const int64_t filled = n < piece.count ? bytes : 0;
-      __builtin_memset(to + filled, 0, static_cast<size_t>(stride - filled));
-    }
-    return {rows, stride};
-  }
-  bool is_even(const KeyPiece &piece, int64_t bytes) const {
-    if (piece.count != kTileRows || bytes % kStepBytes != 0) return false;
-    const int64_t stride = piece.rows[1] - piece.rows[0];
-    bool even = true;
-    for (int n = 2; n < kTileRows; ++n) even = even && piece.rows[n] - piece.rows[n - 1] == stride;
-    return even;
-  }
 
   // Sixteen columns of the right operand of one step: column n is 64 bytes at columns[n], or zero.
   static void pack_columns(const uint32_t *const *columns, uint32_t *to) {
@@ -259,13 +258,15 @@ class VectorProducts {
     int64_t turn = 0;
     for_visited_pieces(keys.rows, split.keys.begin, visited, [&](const KeyPiece &piece) {
       ahead.begin(piece);
-      const bool even = is_even(piece, keys.row_bytes);
+      const bool even = are_tile_rows(piece, keys.row_bytes);
       for (int64_t first = 0; first < split.count; first += per_set_) {
         const Sums now{sums_ + turn * kSetFloats, first, min64(per_set_, split.count - first), piece.first - split.keys.begin,
                        piece.count};
         const char *q = q_ + first / per_set_ * steps_ * Numbers::kTiles * kTileBytes;
         const auto rows = [&](int64_t h, int64_t copy) {
-          return key_rows(piece, even, (first + h) * keys.head_bytes, keys.row_bytes, copy);
+          const int64_t stride = steps_ * kStepBytes;
+          return key_rows(piece, even, (first + h) * keys.head_bytes, keys.row_bytes, keys_ + copy * kTileRows * stride,
+                          stride);
         };
         int64_t h = 0;
         if constexpr (Numbers::kTiles == 1) {
