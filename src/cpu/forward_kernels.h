@@ -159,13 +159,11 @@ class ForwardWork final : public HeadWork {
   int64_t rows_of_head(const Head &head) const { return p_.group * head.queries.len; }
   int64_t heads_together(const Head &head) const {
     if (head.mode == ForwardMode::kVector) return vector_heads(p_, rows_of_head(head));
-    if (!is_unpacked(head)) return 1;
-    const int64_t most = min64(vector_heads(p_, rows_of_head(head)), layout_.most_heads);
-#if defined(FA_TARGET_AMX)
-    return min64(most, SameBitsTiles::kMostHeads);
-#else
-    return most;
+#if defined(FA_SAME_BITS_UNPACKED)
+    if (is_unpacked(head))
+      return min64(min64(vector_heads(p_, rows_of_head(head)), layout_.most_heads), SameBitsTiles::kMostHeads);
 #endif
+    return 1;
   }
   // Whether SameBitsSegment computes a head.
   bool is_unpacked([[maybe_unused]] const Head &head) const {
@@ -209,10 +207,11 @@ class ForwardWork final : public HeadWork {
     if (is_unpacked(head)) {
       const VectorSplit split{head.head_k, heads, rows, keys};
 #if defined(FA_TARGET_AMX)
-      SameBitsSegment segment(p_, layout_, masks(scratch), scratch, head, split, tiles_, packed_keys(scratch));
+      const SameBitsTiles tiles(tiles_, packed_keys(scratch), p_.head_dim, heads);
 #else
-      SameBitsSegment segment(p_, layout_, masks(scratch), scratch, head, split);
+      const SameBitsTiles tiles;
 #endif
+      SameBitsSegment segment(p_, layout_, masks(scratch), scratch, head, split, tiles);
       if (segment.attend()) {
         for (int64_t row = 0; row < heads * rows; ++row) put(row, segment.row_result(row));
         return;

@@ -13,6 +13,12 @@
 
 namespace fa::cpu::FA_ISA {
 
+#if !defined(FA_TARGET_AMX)
+struct SameBitsTiles {  // there is no tile unit
+  static constexpr int64_t kMostHeads = kVectorScratchRows;
+};
+#endif
+
 // What chain_block multiplies: keys of an Element widened to floats, and queries that are floats.
 template <class Element>
 struct WidenedChain {
@@ -92,22 +98,9 @@ __attribute__((noinline)) void chain_block(const char *const *keys, int count, i
 // The heads of a split and its keys, which lie in one segment.
 class SameBitsSegment {
  public:
-  // With FA_TARGET_AMX `tiles` compute S, and `packed` is memory for their operands.
   SameBitsSegment(const ForwardProblem &p, const ForwardLayout &layout, const MaskMemory &masks, char *scratch,
-                  const Head &head, const VectorSplit &split
-#if defined(FA_TARGET_AMX)
-                  ,
-                  Tiles &tiles, char *packed
-#endif
-                  )
-      : p_(p),
-        head_(head),
-        split_(split)
-#if defined(FA_TARGET_AMX)
-        ,
-        tiles_(tiles, packed, p.head_dim, split.count)
-#endif
-  {
+                  const Head &head, const VectorSplit &split, const SameBitsTiles &tiles)
+      : p_(p), head_(head), split_(split), tiles_(tiles) {
     const auto take = [&](size_t bytes) {
       auto *area = reinterpret_cast<float *>(scratch);
       scratch += bytes;
@@ -405,9 +398,7 @@ class SameBitsSegment {
   int64_t strip_rows_ = 0;
   VectorArea area_;
   SoftmaxState st_;
-#if defined(FA_TARGET_AMX)
-  SameBitsTiles tiles_;
-#endif
+  [[maybe_unused]] SameBitsTiles tiles_;
 };
 
 }  // namespace fa::cpu::FA_ISA

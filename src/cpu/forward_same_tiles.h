@@ -92,21 +92,8 @@ class SameBitsTiles {
 
   // Queries as right operands: column r of a head's tiles is its row r.
   void pack_queries(const VectorSplit &split, const VectorArea &area) {
-    auto *to = reinterpret_cast<uint32_t *>(q_);
-    for (int64_t h = 0; h < split.count; ++h) {
-      for (int64_t step = 0; step < steps_; ++step, to += kTileFloats) {
-        __builtin_memset(to, 0, kTileBytes);
-        for (int64_t r = 0; r < split.rows; ++r) {
-          const float *q = area.q + (h * split.rows + r) * area.ldq;
-          for (int64_t c = 0; c < kTileDepth; c += 2 * kWidth) {
-            const auto part = [&](int64_t at) { return at < area.ldq ? Simd::load(q + at) : Simd::zero(); };
-            uint32_t pairs[kWidth];
-            Simd::istore(pairs, Simd::to_bf16(part(step * kTileDepth + c), part(step * kTileDepth + c + kWidth)));
-            for (int64_t i = 0; i < kWidth; ++i) to[(c / 2 + i) * kTileRows + r] = pairs[i];
-          }
-        }
-      }
-    }
+    for (int64_t h = 0; h < split.count; ++h)
+      pack_query_columns(area.q + h * split.rows * area.ldq, area.ldq, split.rows, steps_, q_ + h * steps_ * kTileBytes);
   }
 
   // S of head h of a split and up to 16 keys: 16 columns of s, of which those past the last key are 0.
@@ -133,6 +120,7 @@ class SameBitsTiles {
       }
     }
   }
+
   // P of `n` keys, a multiple of 2 kWidth, as numbers of bf16.
   static void round(float *p, int64_t n) {
     for (int64_t c = 0; c < n; c += 2 * kWidth) {

@@ -71,6 +71,37 @@ inline KeyRows key_rows(const KeyPiece &piece, bool even, int64_t offset, int64_
   return {copy, stride};
 }
 
+// Sixteen columns of the right operand of one step: column n is 64 bytes at columns[n], or zero.
+inline void pack_columns(const uint32_t *const *columns, uint32_t *to) {
+  for (int64_t first = 0; first < kTileRows; first += kWidth) {
+    for (int64_t i = 0; i < kTileRows; i += kWidth) {
+      F block[kWidth];
+#pragma GCC unroll 16
+      for (int n = 0; n < kWidth; ++n)
+        block[n] = columns[first + n] != nullptr ? Simd::from_bits(Simd::iload(columns[first + n] + i)) : Simd::zero();
+      Simd::transpose(block);
+#pragma GCC unroll 16
+      for (int n = 0; n < kWidth; ++n) Simd::istore(to + (i + n) * kTileRows + first, Simd::bits(block[n]));
+    }
+  }
+}
+// Queries of bf16 as right operands, a tile for each step: column n is row n of `count` <= kTileRows rows, padded to ldq floats.
+inline void pack_query_columns(const float *q, int64_t ldq, int64_t count, int64_t steps, char *to) {
+  for (int64_t step = 0; step < steps; ++step, to += kTileBytes) {
+    uint16_t rows[kTileRows][kTileDepth] = {};
+    const uint32_t *columns[kTileRows] = {};
+    for (int64_t n = 0; n < count; ++n) {
+      const float *from = q + n * ldq + step * kTileDepth;
+      for (int64_t c = 0; c < kTileDepth; c += 2 * kWidth) {
+        const auto part = [&](int64_t at) { return step * kTileDepth + at < ldq ? Simd::load(from + at) : Simd::zero(); };
+        Simd::istore(reinterpret_cast<uint32_t *>(rows[n] + c), Simd::to_bf16(part(c), part(c + kWidth)));
+      }
+      columns[n] = reinterpret_cast<const uint32_t *>(rows[n]);
+    }
+    pack_columns(columns, reinterpret_cast<uint32_t *>(to));
+  }
+}
+
 class VectorProducts {
  public:
   VectorProducts(const ForwardProblem &problem, const ForwardLayout &layout)
@@ -137,21 +168,6 @@ class VectorProducts {
   };
   static constexpr int64_t kSetFloats = 4 * kTileFloats;  // at most: three heads of bf16, or two tiles of two heads each
 
-  // Sixteen columns of the right operand of one step: column n is 64 bytes at columns[n], or zero.
-  static void pack_columns(const uint32_t *const *columns, uint32_t *to) {
-    for (int64_t first = 0; first < kTileRows; first += kWidth) {
-      for (int64_t i = 0; i < kTileRows; i += kWidth) {
-        F block[kWidth];
-#pragma GCC unroll 16
-        for (int n = 0; n < kWidth; ++n)
-          block[n] = columns[first + n] != nullptr ? Simd::from_bits(Simd::iload(columns[first + n] + i)) : Simd::zero();
-        Simd::transpose(block);
-#pragma GCC unroll 16
-        for (int n = 0; n < kWidth; ++n) Simd::istore(to + (i + n) * kTileRows + first, Simd::bits(block[n]));
-      }
-    }
-  }
-
   // Queries of heads [h, h + heads): column n is row n of them.
   void pack_pairs(const VectorSplit &split, const VectorArea &area, int64_t h, int64_t heads) {
     for (int64_t n = h; n < h + heads; ++n) {
@@ -160,20 +176,8 @@ class VectorProducts {
         numbers.see(Simd::load(area.q + n * split.rows * area.ldq + i));
       moderate_[n] = numbers.moderate();
     }
-    char *to = q_ + h / per_set_ * steps_ * kTileBytes;
-    for (int64_t step = 0; step < steps_; ++step, to += kTileBytes) {
-      uint16_t rows[kTileRows][kTileDepth] = {};
-      const uint32_t *columns[kTileRows] = {};
-      for (int64_t n = 0; n < heads * split.rows; ++n) {
-        const float *q = area.q + (h * split.rows + n) * area.ldq + step * kTileDepth;
-        for (int64_t c = 0; c < kTileDepth; c += 2 * kWidth) {
-          const auto part = [&](int64_t at) { return step * kTileDepth + at < area.ldq ? Simd::load(q + at) : Simd::zero(); };
-          Simd::istore(reinterpret_cast<uint32_t *>(rows[n] + c), Simd::to_bf16(part(c), part(c + kWidth)));
-        }
-        columns[n] = reinterpret_cast<const uint32_t *>(rows[n]);
-      }
-      pack_columns(columns, reinterpret_cast<uint32_t *>(to));
-    }
+    pack_query_columns(area.q + h * split.rows * area.ldq, area.ldq, heads * split.rows, steps_,
+                       q_ + h / per_set_ * steps_ * kTileBytes);
   }
 
   // The unit in which numbers up to `most`, which is finite, are integers below 2^30: a power of two, or 0 where there is none.

@@ -164,34 +164,43 @@ void add_same_bits_cases(std::vector<Case> &all) {
   }
 }
 
+// A latent cache: 576 columns, of which the first 512 are the values.
+Case latent_case(const char *name, const std::vector<Case> &all, fa_dtype dtype, int64_t batch, int64_t heads) {
+  Case c = forward_only(name, all, dtype, 576);
+  c.batch = batch;
+  c.heads_k = 1;
+  c.heads_q = heads;
+  c.head_dim_v = 512;
+  c.v_in_k = 1;
+  c.nan_visible = dtype == FA_BFLOAT16 ? 2 : 0;
+  if (dtype == FA_BFLOAT16) c.page_size = 16;
+  return c;
+}
+// The same with keys of 8 bits, which hold no NaN.
+void add_with_bytes(Case c, std::vector<Case> &all) {
+  c.nan_visible = 0;
+  c.descale = 1;
+  for (const fa_dtype key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
+    c.key_dtype = key_dtype;
+    all.push_back(c);
+  }
+}
+
 void add_same_bits_latent_cases(std::vector<Case> &all) {
   // Work tiles in as many CTAs as they have segments, and so many of them that CTAs have several segments. NaN that some tokens see and others do
   // not.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[heads, queries] : {std::pair{12, 1}, {24, 4}, {100, 1}, {16, 100}}) {
-      Case c = forward_only("every mla kernel for same bits", all, dtype, 576);
+      Case c = latent_case("every mla kernel for same bits", all, dtype, 3, heads);
       c.flags = FA_FLAG_SAME_BITS;
-      c.batch = 3;
-      c.heads_k = 1;
-      c.heads_q = heads;
-      c.head_dim_v = 512;
-      c.v_in_k = 1;
       c.q.seqlen = queries;
       c.k.seqlen = heads == 12 ? 4200 : 2300;
       c.k.used = {c.k.seqlen, 130, 2048};
       c.sink = heads == 24;
       c.window_left = heads == 12 ? 1500 : -1;
-      c.nan_visible = dtype == FA_BFLOAT16 ? 2 : 0;
-      if (dtype == FA_BFLOAT16) c.page_size = 16;
       c.own_workspace = heads == 24;
       all.push_back(c);
-      if (heads == 16) continue;
-      c.nan_visible = 0;
-      c.descale = 1;
-      for (const fa_dtype key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
-        c.key_dtype = key_dtype;
-        all.push_back(c);
-      }
+      if (heads != 16) add_with_bytes(c, all);
     }
   }
 }
@@ -224,24 +233,12 @@ void add_latent_cases(std::vector<Case> &all) {
   // Latent caches: less than a row block, and one and a half; NaN that some tokens see and others do not.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const auto &[heads, keys] : {std::pair{12, 900}, {24, 900}, {24, 512}}) {  // the last one has two CTAs per row block
-      Case c = forward_only("every mla kernel", all, dtype, 576);
-      c.batch = 2;
-      c.heads_k = 1;
-      c.heads_q = heads;
-      c.head_dim_v = 512;
-      c.v_in_k = 1;
+      Case c = latent_case("every mla kernel", all, dtype, 2, heads);
       c.q.seqlen = 4;
       c.k.seqlen = keys;
       c.k.used = {keys, keys == 512 ? 490 : 130};
-      c.nan_visible = dtype == FA_BFLOAT16 ? 2 : 0;
-      if (dtype == FA_BFLOAT16) c.page_size = 16;
       all.push_back(c);
-      c.nan_visible = 0;
-      c.descale = 1;
-      for (const fa_dtype key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
-        c.key_dtype = key_dtype;
-        all.push_back(c);
-      }
+      add_with_bytes(c, all);
     }
   }
 }

@@ -5,7 +5,7 @@
 //
 // The softmax warpgroup knows m and l of a segment, the PV warpgroups have its out in registers. What a CTA has folded of a work tile is its
 // total: M and L in shared memory, O [64][512] in the workspace, of which each CTA has a part, since 128 KB find no room in shared memory.
-// When a segment ends, each softmax warp decides what becomes of it, folds m and l, and tells the two PV warps with the same rows the scales.
+// When a segment ends, each softmax warp decides whether it is stored or folded, folds m and l, and tells the two PV warps with the same rows the scales.
 //
 // Where several CTAs have a work tile, each hands its total over to the next one. A CTA stores its segments in the workspace until the total
 // of those before them has arrived. When that happens is a matter of time, but not the order in which segments are folded. CTAs wait for CTAs
