@@ -746,8 +746,8 @@ typedef struct fa_attention {
   float softmax_scale;
   /** Bound of the logits' magnitude by tanh, see above; 0 = none. */
   float softcap;
-  /** Dropout: probability p that an element of P = softmax(x) is dropped, 0 <= p < 1 - 2^-17. The others are divided by 1 - p.
-   * p is rounded to a multiple of 2^-16. docs/numerics.md defines the random bits of each element. They are the same on every
+  /** Dropout: probability p that an element of P = softmax(x) is dropped, 0 <= p < 1 - 2^-16. The others are divided by 1 - p.
+   * p is rounded to a multiple of 2^-15. docs/numerics.md defines the random bits of each element. They are the same on every
    * device. */
   float dropout_p;
   /** Number of KV splits for short queries; 0 = automatic. A hint for CUDA: results differ by rounding only. The CPU ignores it

@@ -5,6 +5,8 @@
 #include <cinttypes>
 #include <cmath>
 
+#include "core/philox.h"
+
 namespace fa {
 namespace {
 
@@ -369,11 +371,11 @@ fa_status AttentionNormaliser::dropout() {
       return fail(error_, FA_ERROR_ALIGNMENT, "%s is %p; it needs 8-byte alignment", name, static_cast<const void *>(pointer));
     }
   }
-  const long threshold = std::lround(static_cast<double>(p) * 65536.0);
+  const long threshold = std::lround(static_cast<double>(p) * kDropoutSteps);
   if (threshold == 0) return FA_OK;
-  if (threshold == 65536) {
+  if (threshold == long{kDropoutSteps}) {
     return fail(error_, FA_ERROR_INVALID_ARGUMENT,
-                "dropout_p is %.9g; it must be less than 1 - 2^-17, because as a multiple of 2^-16 it is 1 and would drop "
+                "dropout_p is %.9g; it must be less than 1 - 2^-16, because as a multiple of 2^-15 it is 1 and would drop "
                 "every element of P",
                 double{p});
   }
@@ -385,7 +387,7 @@ fa_status AttentionNormaliser::dropout() {
                 double{p}, p_.q_lengths.max_len, p_.k_lengths.max_len, p_.batch * p_.heads_q);
   }
   p_.dropout.threshold = static_cast<uint32_t>(threshold);
-  p_.dropout.keep_scale = static_cast<float>(65536.0 / static_cast<double>(65536 - threshold));
+  p_.dropout.keep_scale = static_cast<float>(double{kDropoutSteps} / static_cast<double>(kDropoutSteps - threshold));
   p_.dropout.seed = a_.dropout_seed;
   p_.dropout.offset = a_.dropout_offset;
   p_.dropout.seed_ptr = a_.dropout_seed_ptr;

@@ -185,8 +185,8 @@ FA_HD Sequence unpadded_keys(const Lengths &lengths, int64_t b) {
 }
 
 struct Dropout {
-  uint32_t threshold = 0;   // an element is kept when its 16 random bits >= threshold; 0 = no dropout
-  float keep_scale = 1.0f;  // 1 / (1 - threshold / 65536)
+  uint32_t threshold = 0;   // of kDropoutSteps numbers this many drop an element (core/philox.h); 0 = no dropout
+  float keep_scale = 1.0f;  // 1 / (1 - threshold / kDropoutSteps)
   uint64_t seed = 0;
   uint64_t offset = 0;
   const uint64_t *seed_ptr = nullptr;    // replaces seed; device memory on CUDA

@@ -51,7 +51,7 @@ struct Score {
   bool dropout = false;
   DropoutKey dropout_key;
   uint32_t dropout_head = 0;  // b * heads_q + h
-  uint32_t dropout_threshold = 0;
+  KeptNumbers dropout_kept;
   float dropout_scale = 1;
 
   // Masked pairs can come from something that only the tile's values tell: -inf in the bias, or from a function.
@@ -92,7 +92,7 @@ inline Score make_score(const MaskedProblem &p, const ScoreCall *user, int64_t b
     const uint64_t offset = p.dropout.offset + (p.dropout.offset_ptr != nullptr ? *p.dropout.offset_ptr : 0);
     s.dropout_key = dropout_key(seed, offset);
     s.dropout_head = static_cast<uint32_t>(b * p.heads_q + h);
-    s.dropout_threshold = p.dropout.threshold;
+    s.dropout_kept = KeptNumbers(p.dropout.threshold);
     s.dropout_scale = p.dropout.keep_scale;
   }
   return s;
@@ -272,11 +272,11 @@ __attribute__((noinline)) inline void score_logits(const Score &s, const Tile &t
 
 // --- Dropout -------------------------------------------------------------------------------------------------------------------
 
-// Random bits of one 16 x 16 block: call n = 4 * (i % 8) + (j % 8) / 2 of the block puts its word w at words[w][n]. As the counters
-// of the 32 calls are consecutive, lanes are calls; see core/philox.h for the rule.
-inline void dropout_block(const Score &s, int64_t block_row, int64_t block_col, uint32_t (&words)[4][32]) {
-  for (int lane = 0; lane < 32; lane += kWidth) {
-    I c0 = Simd::iadd(Simd::iset(static_cast<uint32_t>(32 * block_col + lane)), Simd::iota());
+// Random bits of one 16 x 16 block: call n = 4 * ((i % 8) / 2) + (j % 8) / 2 of the block puts its word w at words[0][w][n], for even i, and for odd i at
+// words[1][w][n]. As the counters of the 16 calls are consecutive, lanes are calls; see core/philox.h for the rule.
+inline void dropout_block(const Score &s, int64_t block_row, int64_t block_col, uint32_t (&words)[2][4][16]) {
+  for (int lane = 0; lane < 16; lane += kWidth) {
+    I c0 = Simd::iadd(Simd::iset(static_cast<uint32_t>(16 * block_col + lane)), Simd::iota());
     I c1 = Simd::iset(static_cast<uint32_t>(block_row)), c2 = Simd::iset(s.dropout_head), c3 = Simd::iset(s.dropout_key.c3);
     uint32_t k0 = s.dropout_key.k0, k1 = s.dropout_key.k1;
     for (int round = 0; round < kPhiloxRounds; ++round) {
@@ -290,10 +290,11 @@ inline void dropout_block(const Score &s, int64_t block_row, int64_t block_col, 
       k0 += 0x9E3779B9u;
       k1 += 0xBB67AE85u;
     }
-    Simd::istore(words[0] + lane, c0);
-    Simd::istore(words[1] + lane, c1);
-    Simd::istore(words[2] + lane, c2);
-    Simd::istore(words[3] + lane, c3);
+    const I of_call[4] = {c0, c1, c2, c3};
+    for (int w = 0; w < 4; ++w) {
+      Simd::istore(words[0][w] + lane, of_call[w]);
+      Simd::istore(words[1][w] + lane, Simd::ior(Simd::template shl<8>(of_call[w]), Simd::template shr<24>(of_call[w])));
+    }
   }
 }
 
@@ -311,20 +312,21 @@ FA_INLINE I drawn_bits(const uint32_t *const (&eight)[2], int c) {
 
 // Scale of every P of the tile: 0 where it is dropped, 1 / (1 - p) where it is kept.
 inline void dropout_scales(const Score &s, const Tile &t, float *scales, int64_t ld) {
-  const I threshold = Simd::iset(s.dropout_threshold);
-  const F kept = Simd::set(s.dropout_scale);
+  const I limit = Simd::iset(s.dropout_kept.limit), number = Simd::iset(kDropoutSteps - 1);
+  const F kept = Simd::set(s.dropout_scale), below = s.dropout_kept.below ? kept : Simd::zero(),
+          above = s.dropout_kept.below ? Simd::zero() : kept;
   const int64_t row_end = t.row + t.rows, col_end = t.col + t.cols;
   for (int64_t bi = t.row / 16; 16 * bi < row_end; ++bi) {
     for (int64_t bj = t.col / 16; 16 * bj < col_end; ++bj) {
-      uint32_t words[4][32];
+      uint32_t words[2][4][16];
       dropout_block(s, bi, bj, words);
       const int64_t c_begin = max64(16 * bj, t.col), c_end = min64(16 * bj + 16, col_end);
       for (int64_t i = max64(16 * bi, t.row); i < min64(16 * bi + 16, row_end); ++i) {
         // Words hold the 16 bits of columns j and j + 1 in their low and high halves: in memory, 8 columns in order.
-        const int64_t half = 2 * ((i >> 3) & 1), call = 4 * (i & 7);
-        const uint32_t *const eight[2] = {&words[half][call], &words[half + 1][call]};
+        const int64_t half = 2 * ((i >> 3) & 1), call = 4 * ((i & 7) >> 1);
+        const uint32_t *const eight[2] = {&words[i & 1][half][call], &words[i & 1][half + 1][call]};
         const auto scale = [&](int c) __attribute__((always_inline)) {
-          return Simd::select(Simd::ilt(drawn_bits(eight, c), threshold), Simd::zero(), kept);
+          return Simd::select(Simd::ilt(Simd::iand(drawn_bits(eight, c), number), limit), below, above);
         };
         float *const to = scales + (i - t.row) * ld + (c_begin - t.col);
         if (c_end - c_begin == 16) {

@@ -302,7 +302,7 @@ reference::Sequence Data::sequence(int64_t b) const {
   s.scale = c.scale > 0 ? o.softmax_scale : 1 / std::sqrt(static_cast<double>(c.head_dim));
   s.softcap = o.softcap;
   s.alibi_log_scale = o.alibi_log_scale;
-  s.dropout_threshold = std::lround(65536.0 * o.dropout_p);
+  s.dropout_threshold = std::lround(32768.0 * o.dropout_p);
   s.dropout_seed = static_cast<uint64_t>(c.dropout_seed);
   s.dropout_offset = static_cast<uint64_t>(c.dropout_offset);
   s.batch_index = b;

@@ -3,11 +3,14 @@
 // against differences of its own forward in double.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
 #include <limits>
 #include <random>
+#include <vector>
 
 #include "parity/case.h"
 #include "reference/attention.h"
@@ -30,11 +33,37 @@ TEST(ReferencePhilox, KnownAnswers) {
 }
 
 TEST(ReferenceDropout, KeepsTheRightShare) {
-  int64_t dropped = 0;
-  for (int64_t i = 0; i < 300; ++i) {
-    for (int64_t j = 0; j < 300; ++j) dropped += reference::dropout_bits(7, 9, 1, 4, 2, i, j) < 16384;
+  for (const double p : {0.25, 0.9}) {
+    int64_t dropped = 0;
+    for (int64_t i = 0; i < 300; ++i) {
+      for (int64_t j = 0; j < 300; ++j)
+        dropped += !reference::dropout_keeps(reference::dropout_number(7, 9, 1, 4, 2, i, j),
+                                             static_cast<uint32_t>(std::lround(32768 * p)));
+    }
+    EXPECT_NEAR(static_cast<double>(dropped) / 90000, p, 4 * std::sqrt(p * (1 - p) / 90000)) << p;
   }
-  EXPECT_NEAR(static_cast<double>(dropped) / 90000, 0.25, 0.006);  // 4 standard deviations
+}
+
+// Four elements have bytes of one word. Of any two of a block of 16 x 16 what is kept has no correlation that 4000 blocks could show (the documented bound is 1/128).
+TEST(ReferenceDropout, ElementsOfABlockAreNotCorrelated) {
+  constexpr int kBlocks = 4000;
+  for (const double p : {0.1, 0.5, 0.8}) {
+    const auto dropped = static_cast<uint32_t>(std::lround(32768 * p));
+    std::vector<std::array<int8_t, 256>> kept(kBlocks);
+    for (int block = 0; block < kBlocks; ++block)
+      for (int n = 0; n < 256; ++n)
+        kept[static_cast<size_t>(block)][static_cast<size_t>(n)] = reference::dropout_keeps(
+            reference::dropout_number(11, 13, 1, 4, 2, 16 * (block / 64) + n / 16, 16 * (block % 64) + n % 16), dropped);
+    double largest = 0;
+    for (size_t a = 0; a < 256; ++a) {
+      for (size_t b = 0; b < a; ++b) {
+        double sum = 0;
+        for (const auto &x : kept) sum += (x[a] - (1 - p)) * (x[b] - (1 - p));
+        largest = std::max(largest, std::abs(sum) / (kBlocks * p * (1 - p)));
+      }
+    }
+    EXPECT_LT(largest, 6 / std::sqrt(kBlocks)) << p;  // 6 standard deviations, of 32640 pairs
+  }
 }
 
 double through(fa_dtype dtype, double value) { return reference::round_to(dtype, value); }

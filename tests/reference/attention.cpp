@@ -150,9 +150,10 @@ class Head {
         logit_[ij] = x;
         largest_ = x > largest_ ? x : largest_;  // NaN does not count
         if (s_.dropout_threshold > 0) {
-          const bool kept = dropout_bits(s_.dropout_seed, s_.dropout_offset, s_.batch_index, s_.heads_q, h_, i, j) >=
-                            static_cast<uint64_t>(s_.dropout_threshold);
-          keep_[ij] = kept ? Real(1) / (Real(1) - static_cast<Real>(s_.dropout_threshold) / Real(65536)) : Real(0);
+          const bool kept =
+              dropout_keeps(dropout_number(s_.dropout_seed, s_.dropout_offset, s_.batch_index, s_.heads_q, h_, i, j),
+                            static_cast<uint32_t>(s_.dropout_threshold));
+          keep_[ij] = kept ? Real(1) / (Real(1) - static_cast<Real>(s_.dropout_threshold) / Real(32768)) : Real(0);
         }
         if (exact_) exact_->largest_logit = std::max(exact_->largest_logit, static_cast<double>(terms));
       }

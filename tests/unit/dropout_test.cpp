@@ -29,28 +29,44 @@ TEST(Philox, KnownAnswers) {
                0xc47362ba, 0xb6b5242a);
 }
 
-TEST(Dropout, BitsFollowTheDocumentedRule) {
+TEST(Dropout, NumbersFollowTheDocumentedRule) {
   std::mt19937_64 rng(1);
   for (int n = 0; n < 20000; ++n) {
     const uint64_t seed = rng(), offset = rng();
     const int64_t batch = static_cast<int64_t>(rng() % 9), head = static_cast<int64_t>(rng() % 7);
     const int64_t i = static_cast<int64_t>(rng() % 100000), j = static_cast<int64_t>(rng() % 100000);
-    ASSERT_EQ(dropout_bits(dropout_key(seed, offset), static_cast<uint32_t>(batch * 7 + head), i, j),
-              reference::dropout_bits(seed, offset, batch, 7, head, i, j));
+    ASSERT_EQ(dropout_number(dropout_key(seed, offset), static_cast<uint32_t>(batch * 7 + head), i, j),
+              reference::dropout_number(seed, offset, batch, 7, head, i, j));
   }
 }
 
-TEST(Dropout, SignsSayWhatIsKept) {
+// As many numbers drop an element as the threshold says.
+TEST(Dropout, ThresholdCountsNumbers) {
+  for (uint32_t threshold = 1; threshold < kDropoutSteps; threshold += 1 + threshold % 97) {
+    const KeptNumbers kept(threshold);
+    uint32_t dropped = 0;
+    for (uint32_t number = 0; number < kDropoutSteps; ++number) {
+      dropped += !kept.keeps(number);
+      ASSERT_EQ(kept.keeps(number), reference::dropout_keeps(number, threshold)) << number << ' ' << threshold;
+    }
+    ASSERT_EQ(dropped, threshold);
+    ASSERT_LE(kept.limit, kDropoutSteps / 2);
+  }
+}
+
+TEST(Dropout, MasksSayWhatIsKept) {
   std::mt19937 rng(3);
   for (int n = 0; n < 2000; ++n) {
-    // Thresholds at the ends and in the middle of the range, and any other; words at the threshold, and any other.
-    const uint32_t edges[] = {1, 2, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF};
-    const uint32_t threshold = n < 700 ? edges[n % 7] : 1 + rng() % 0xFFFF;
-    const uint32_t near[] = {threshold - 1, threshold, threshold + 1, 0, 0x7FFF, 0x8000, 0xFFFF, static_cast<uint32_t>(rng())};
-    const uint32_t low = near[rng() % 8] & 0xFFFFu, high = near[rng() % 8] & 0xFFFFu;
-    const uint32_t signs = cuda::KeptSigns(threshold).of(high << 16 | low);
-    ASSERT_EQ((signs >> 15 & 1) != 0, low >= threshold) << low << ' ' << threshold;
-    ASSERT_EQ(signs >> 31 != 0, high >= threshold) << high << ' ' << threshold;
+    // Thresholds at the ends and in the middle of the range, and any other; numbers at the limit, and any other. The highest bit of a half does not count.
+    const uint32_t edges[] = {1, 2, 0x3FFF, 0x4000, 0x4001, 0x7FFE, 0x7FFF};
+    const uint32_t threshold = n < 700 ? edges[n % 7] : 1 + rng() % 0x7FFF;
+    const KeptNumbers kept(threshold);
+    const uint32_t near[] = {kept.limit - 1, kept.limit, kept.limit + 1, 0,
+                             0x3FFF,         0x4000,     0x7FFF,         static_cast<uint32_t>(rng())};
+    const uint32_t low = near[rng() % 8] & 0x7FFFu, high = near[rng() % 8] & 0x7FFFu;
+    const uint32_t mask = cuda::KeptHalves(threshold).of(high << 16 | low | (rng() & 0x80008000u));
+    ASSERT_EQ(mask & 0xFFFFu, kept.keeps(low) ? 0xFFFFu : 0u) << low << ' ' << threshold;
+    ASSERT_EQ(mask >> 16, kept.keeps(high) ? 0xFFFFu : 0u) << high << ' ' << threshold;
   }
 }
 
@@ -71,22 +87,22 @@ TEST(Dropout, TilesGiveTheSameBits) {
         of_rows, [&](int i) -> const cuda::DropoutTile & { return tiles[i]; }, [&](int) { return c0; });
     cuda::DropoutTile::bits(
         of_keys, [&](int) -> const cuda::DropoutTile & { return tiles[0]; },
-        [&](int i) { return c0 + 32 * static_cast<uint32_t>(i); });
+        [&](int i) { return c0 + 16 * static_cast<uint32_t>(i); });
     expect_call(tiles[0].bits(c0), c0, row_tile, bh, key);
     expect_call(of_rows[0], c0, row_tile, bh, key);
     expect_call(of_rows[1], c0, row_tile + 1, bh, key);
     expect_call(of_keys[0], c0, row_tile, bh, key);
-    expect_call(of_keys[1], c0 + 32, row_tile, bh, key);
+    expect_call(of_keys[1], c0 + 16, row_tile, bh, key);
   }
 }
 
 // P of CUDA kernels, for every p: held high enough not to underflow, and within fp16.
 TEST(Dropout, PIsHeldWithinHalfPrecision) {
-  for (int threshold = 0; threshold < 65536; ++threshold) {
-    const float keep_scale = static_cast<float>(65536.0 / (65536 - threshold));
+  for (uint32_t threshold = 0; threshold < kDropoutSteps; ++threshold) {
+    const float keep_scale = static_cast<float>(double{kDropoutSteps} / (kDropoutSteps - threshold));
     const int exponent = cuda::p_exponent(keep_scale);
     const float scale = std::ldexp(1.f, exponent), slack = cuda::rescale_threshold(exponent);
-    ASSERT_GE(scale, std::min(keep_scale, 32768.f)) << threshold;
+    ASSERT_GE(scale, keep_scale) << threshold;
     ASSERT_LT(scale, 2 * keep_scale) << threshold;
     ASSERT_GE(slack, 0) << threshold;
     ASSERT_LE(scale * std::exp2(slack), 32768.f) << threshold;

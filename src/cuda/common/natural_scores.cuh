@@ -119,20 +119,18 @@ class NaturalScores {
     static_assert(kOwnsQueries);
     const uint32_t bh = static_cast<uint32_t>(at_.batch * static_cast<int>(p_.heads_q) + at_.head);
     const DropoutTile tile[1] = {{load_dropout_key(p_.dropout), bh, row_ >> 4}};
-    const KeptSigns kept_signs(p_.dropout.threshold);
-    const uint32_t c0 = 2 * static_cast<uint32_t>(first_) + static_cast<uint32_t>(lane_);
-    uint32_t kept = 0;
+    const KeptHalves halves(p_.dropout.threshold);
+    // Two calls at a time: one hides the latency of the other.
+    const uint32_t c0 = dropout_counter0(first_ + (owns_odd_rows(lane_) ? 32 : 0), lane_);
+    Philox4 random[2];
+    DropoutTile::bits(
+        random, [&](int) -> const DropoutTile & { return tile[0]; }, [&](int i) { return c0 + 16 * i; });
+    KeptOfCalls kept;
 #pragma unroll
-    for (int k = 0; k < 4; k += 2) {  // two calls at a time: one hides the latency of the other
-      Philox4 random[2];
-      DropoutTile::bits(
-          random, [&](int) -> const DropoutTile & { return tile[0]; }, [&](int i) { return c0 + 32 * (k + i); });
+    for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) kept = append_kept(kept, kept_signs.of(random[i].word[2 * (r & 1) + (r >> 1)]));
-    }
-    return ~kept;
+      for (int r = 0; r < 4; ++r) kept.set(4 * i + r, halves, random[i].word[2 * (r & 1) + (r >> 1)]);
+    return ~(exchange_kept(kept, lane_) ^ halves.inverted());
   }
 
  private:

@@ -65,7 +65,7 @@ struct Pairs {
   __device__ __forceinline__ bool kept(int head, int row, int key) const {
     if (p.dropout.threshold == 0) return true;
     const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p.heads_q) + head);
-    return dropout_bits(load_dropout_key(p.dropout), bh, row, key) >= p.dropout.threshold;
+    return KeptNumbers(p.dropout.threshold).keeps(dropout_number(load_dropout_key(p.dropout), bh, row, key));
   }
 
  private:

@@ -16,33 +16,58 @@ FA_HD DropoutKey load_dropout_key(const Dropout &dropout) {
   return dropout_key(seed, offset);
 }
 
-// Where what is kept of the elements of a wgmma accumulator lies, 32 of them in a word: that of even elements in the low half, that of odd ones in the high half. Kernels shift
-// the signs of two elements at a time into it.
+// Where what is kept of the elements of a wgmma accumulator lies, 32 of them in a word: that of even elements in the low half, that of odd ones in the high half.
 FA_HD constexpr uint32_t kept_bit(int element) { return 1u << (element % 32 / 2 + 16 * (element % 2)); }
-FA_HD uint32_t append_kept(uint32_t kept, uint32_t signs) { return (kept >> 1 & 0x7FFF7FFFu) | (signs & 0x80008000u); }
 
-// Compares both halves x of a word of random bits with the threshold.
-class KeptSigns {
+// Which of the numbers in the halves of a word are kept.
+class KeptHalves {
  public:
-  KeptSigns() = default;
-  FA_HD explicit KeptSigns(uint32_t threshold)
-      : addend_(((0x8000u - threshold) & 0xFFFFu) * 0x10001u), small_(threshold <= 0x8000u ? ~0u : 0u) {}
-
-  // The sign of each half says whether x >= threshold; the other bits say nothing. Let y be x + 0x8000 - threshold, modulo 2^16: where x and the threshold are
-  // on one side of 0x8000 the sign of y says it, and elsewhere that of x.
-  FA_HD uint32_t of(uint32_t x) const {
-#ifdef __CUDA_ARCH__
-    const uint32_t y = __viaddmin_u16x2(x, addend_, ~0u);  // an addition in one instruction of sm_90
-#else
-    const uint32_t y = ((x + (addend_ & 0xFFFF0000u)) & 0xFFFF0000u) | ((x + addend_) & 0xFFFFu);
-#endif
-    return (x & y) | ((x | y) & small_);
+  KeptHalves() = default;
+  FA_HD explicit KeptHalves(uint32_t threshold) {
+    const KeptNumbers kept(threshold);
+    limit_ = kept.limit * 0x10001u, inverted_ = kept.below ? ~0u : 0u;
   }
 
+  // 0xFFFF in each half of x whose number is kept, 0 elsewhere.
+  FA_HD uint32_t of(uint32_t x) const { return reach_limit(x) ^ inverted_; }
+  // The same, to be inverted by all bits of inverted().
+  FA_HD uint32_t reach_limit(uint32_t x) const {
+#ifdef __CUDA_ARCH__
+    // The bits of numbers of fp16 that are not negative are in the order of the numbers, and NaN, above infinity, is `unordered`.
+    uint32_t reached;
+    asm("{\n"
+        ".reg .b32 number;\n"
+        "abs.f16x2 number, %1;\n"
+        "set.geu.u32.f16x2 %0, number, %2;\n"
+        "}\n"
+        : "=r"(reached)
+        : "r"(x), "r"(limit_));
+    return reached;
+#else
+    const uint32_t low = (x & 0x7FFFu) >= (limit_ & 0xFFFFu) ? 0xFFFFu : 0u,
+                   high = (x >> 16 & 0x7FFFu) >= limit_ >> 16 ? 0xFFFF0000u : 0u;
+    return high | low;
+#endif
+  }
+  FA_HD uint32_t inverted() const { return inverted_; }
+
  private:
-  uint32_t addend_ = 0;  // 0x8000 - threshold, twice
-  uint32_t small_ = 0;   // all ones where the threshold is at most 0x8000
+  uint32_t limit_ = 0;     // KeptNumbers::limit, twice
+  uint32_t inverted_ = 0;  // all ones where numbers below the limit are kept
 };
+
+// What is kept of the elements of two calls of the generator, to be inverted as reach_limit(): bit n of each half of a word tells of halves of the n-th word of the calls.
+struct KeptOfCalls {
+  uint32_t even = 0, odd = 0;  // of even and of odd rows
+
+  FA_HD void set(int n, const KeptHalves &kept, uint32_t word) {
+    even |= kept.reach_limit(word) & (0x10001u << n);
+    odd |= kept.reach_limit(dropout_word_of_odd_row(word)) & (0x10001u << n);
+  }
+};
+
+// Two lanes l and l ^ 4 own the elements of a call: of S^T the rows are keys, elsewhere they are queries.
+FA_HD bool owns_odd_rows(int lane) { return (lane >> 2 & 1) != 0; }
 
 class DropoutTile {
  public:
@@ -99,5 +124,19 @@ class DropoutTile {
   uint32_t first_;                        // of the first round
   uint32_t second0_, second2_, second3_;  // of the second
 };
+
+#ifdef __CUDACC__
+// The first word of the counter of a call for this lane's elements of the 16 keys from key0 on, a multiple of 16. Rows are queries; the next 16 keys have a counter 16 larger.
+__device__ __forceinline__ uint32_t dropout_counter0(int key0, int lane) {
+  return static_cast<uint32_t>(key0 + 4 * (lane >> 3) + (lane & 3));
+}
+// Each lane has eight words of two calls, those of even rows for the first two of four tiles of 16 keys, the others for the last two. Returns what is kept of this lane's elements of all
+// four at kept_bit(), to be inverted as before.
+__device__ __forceinline__ uint32_t exchange_kept(const KeptOfCalls &kept, int lane) {
+  const bool odd = owns_odd_rows(lane);
+  const uint32_t others = __shfl_xor_sync(~0u, odd ? kept.even : kept.odd, 4);
+  return __byte_perm(odd ? kept.odd : kept.even, others, odd ? 0x2604 : 0x6240);
+}
+#endif
 
 }  // namespace fa::cuda

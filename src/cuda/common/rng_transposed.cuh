@@ -6,31 +6,25 @@
 
 namespace fa::cuda {
 
-// Bits of a 16 x 16 tile of S^T, keys as rows. One call serves eight pairs that share query % 8 and (key % 8) / 2. There two lanes (even and odd
-// lane / 4) hold halves of two such sets: each makes one call, with this counter, and they exchange halves.
+// The first word of the counter of a call for this lane's elements of the 16 keys from key0 on, a multiple of 16, and 16 queries. The next 16 keys have a counter 16 larger.
 __device__ __forceinline__ uint32_t transposed_dropout_counter0(int key0, int lane) {
-  const int g = lane >> 2;
-  return static_cast<uint32_t>(2 * key0 + 4 * (2 * (lane & 3) + (g & 1)) + (g >> 1));
+  return static_cast<uint32_t>(key0 + 4 * (lane & 3) + (lane >> 3));
 }
-// The same with a bit for each pair of several calls, those of even keys in the low half of a word, those of odd keys in the high half. Returns this lane's pairs,
-// those of even queries in the low half.
-__device__ __forceinline__ uint32_t exchange_kept_pairs(uint32_t calls, int lane) {
-  const uint32_t others = __shfl_xor_sync(~0u, calls, 4);
-  return __byte_perm(calls, others, (lane >> 2 & 1) != 0 ? 0x3276 : 0x5410);
+// Each lane has eight words of two calls, those of even keys for the first two of four tiles of 16 queries, the others for the last two. Returns what is kept of this lane's pairs of all
+// four at kept_bit(), to be inverted as before.
+__device__ __forceinline__ uint32_t exchange_kept_transposed(const KeptOfCalls &kept, int lane) {
+  const bool odd = owns_odd_rows(lane);
+  // Bits of even keys lie in bytes 0, of odd ones in bytes 2. The byte of even queries, then that of odd ones:
+  const uint32_t own = __byte_perm(kept.even, kept.odd, odd ? 0x62 : 0x40);
+  const uint32_t others = __shfl_xor_sync(~0u, __byte_perm(kept.even, kept.odd, odd ? 0x40 : 0x62), 4);
+  return __byte_perm(own, others, odd ? 0x1504 : 0x5140);
 }
-// bits[r]: 16 bits for each of the two pairs that register r of an A operand holds.
-__device__ __forceinline__ void exchange_dropout_bits(const Philox4 &x, int lane, uint32_t (&bits)[4]) {
-  const bool odd = (lane >> 2 & 1) != 0;
-  // Words are (query / 8, key / 8), halves the parity of the key. This lane's call is for the query of its own parity.
-  const uint32_t mine = odd ? 0x7632 : 0x5410, others = odd ? 0x5410 : 0x7632;
-  const uint32_t even_first = odd ? 0x1054 : 0x5410, odd_first = odd ? 0x3276 : 0x7632;
+// numbers[r]: those of the two pairs that register r of an A operand holds, of the even query in the low half.
+__device__ __forceinline__ void transposed_dropout_numbers(const Philox4 &x, int lane, uint32_t (&numbers)[4]) {
+  // Words are (query / 8, key / 8). Of an even query the half of its key's parity, and the same half of the rotated word.
+  const uint32_t select = owns_odd_rows(lane) ? 0x2132 : 0x0310;
 #pragma unroll
-  for (int n = 0; n < 4; n += 2) {
-    const uint32_t own = __byte_perm(x.word[n], x.word[n + 1], mine);
-    const uint32_t other = __shfl_xor_sync(~0u, __byte_perm(x.word[n], x.word[n + 1], others), 4);
-    bits[n] = __byte_perm(own, other, even_first);
-    bits[n + 1] = __byte_perm(own, other, odd_first);
-  }
+  for (int n = 0; n < 4; ++n) numbers[n] = __byte_perm(x.word[n], 0, select);
 }
 
 }  // namespace fa::cuda

@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "core/philox.h"
 #include "core/problem.h"
 
 namespace fa::cuda {
@@ -124,7 +125,7 @@ inline ScoreSet scores_of(const MaskedProblem &p) {
 constexpr float kRescaleThreshold = 8.0f;
 
 // Kernels with dropout hold P times 2^p_exponent wherever they round it to 16 bits: the smallest power of two that is not below
-// keep_scale = 1 / (1 - p), but at most 2^15.
+// keep_scale = 1 / (1 - p).
 //
 // fp16 loses precision below 2^-14 and ends at 2^-24. With p = 0.999 a row keeps one key of a thousand, and the P of that key is usually
 // far below the row's largest. Rounded before it is multiplied by keep_scale, such a P has few bits left or none. P * 2^p_exponent is at
@@ -136,9 +137,10 @@ constexpr float kRescaleThreshold = 8.0f;
 //    forward   2^rescale_threshold, unnormalised      2^15: the threshold is kRescaleThreshold or, if less, 15 - p_exponent
 //    backward  1, normalised by lse                   2^15
 //
-// Only p = 65535 / 65536 has a keep_scale beyond 2^15, of 2^16; its P * 2^15 is half of what unfused attention rounds.
+// No keep_scale is larger than kDropoutSteps.
 constexpr int kMaxPExponent = 15;
-inline int p_exponent(float keep_scale) { return std::min(static_cast<int>(std::ceil(std::log2(keep_scale))), kMaxPExponent); }
+static_assert(kDropoutSteps == 1u << kMaxPExponent);
+inline int p_exponent(float keep_scale) { return static_cast<int>(std::ceil(std::log2(keep_scale))); }
 inline float rescale_threshold(int p_exponent) {
   return std::min(kRescaleThreshold, static_cast<float>(kMaxPExponent - p_exponent));
 }

@@ -213,7 +213,7 @@ fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const La
   const int exponent = p_exponent(p.dropout.keep_scale);
   params.p_exponent = static_cast<float>(exponent);
   params.dropout_threshold = rescale_threshold(exponent) + params.p_exponent;
-  params.kept_signs = KeptSigns(p.dropout.threshold);
+  params.kept_halves = KeptHalves(p.dropout.threshold);
   params.totals = reinterpret_cast<float4 *>(static_cast<char *>(memory.workspace) + plan.totals_offset);
   params.mask = memory.mask;
   params.max_logit = p.max_logit;

@@ -332,11 +332,11 @@ class Backward {
       float2 lse[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) lse[half] = ld_shared_float2(lse_at + (2 * k + half) * 32);
-      uint32_t dropout_bits[C::kKeyTiles][4];
+      uint32_t dropout_numbers[C::kKeyTiles][4];
       if constexpr (C::has(kDropout)) {
         if (!C::has(kAnyBias) || p.dropout.threshold > 0) {
           const uint32_t bh = static_cast<uint32_t>(block_.batch * static_cast<int>(p.heads_q) + block_.head_q);
-          Tile::dropout_bits(dropout_bits, DropoutTile(dropout_, bh, row0 / 16 + k), key0);
+          Tile::dropout_numbers(dropout_numbers, DropoutTile(dropout_, bh, row0 / 16 + k), key0);
         }
       }
 #pragma unroll
@@ -379,19 +379,14 @@ class Backward {
         convert_p<Element>(probs, 0, operand[i][k]);
         if constexpr (C::has(kDropout)) {
           if (!C::has(kAnyBias) || p.dropout.threshold > 0) {
-            const uint32_t(&bits)[4] = dropout_bits[i];
-            const uint32_t threshold = p.dropout.threshold << 16;
+            const KeptHalves halves(p.dropout.threshold);
 #pragma unroll
             for (int n = 0; n < 4; ++n) {
               float *x = &s[i][2 * k + n / 2][2 * (n & 1)];
-              if (bits[n] << 16 < threshold) {
-                operand[i][k][n] &= 0xFFFF8000u;
-                x[0] = -x[0];
-              }
-              if (bits[n] < threshold) {
-                operand[i][k][n] &= 0x8000FFFFu;
-                x[1] = -x[1];
-              }
+              const uint32_t kept = halves.of(dropout_numbers[i][n]);
+              operand[i][k][n] &= kept | 0x80008000u;
+              x[0] = __uint_as_float(__float_as_uint(x[0]) ^ (~kept << 16 & 0x80000000u));
+              x[1] = __uint_as_float(__float_as_uint(x[1]) ^ (~kept & 0x80000000u));
             }
           }
         }

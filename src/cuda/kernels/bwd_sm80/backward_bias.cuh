@@ -109,6 +109,7 @@ class BackwardBias {
     mma_nt<Element, kDv, 1, kNt>(dp, dout_tile, warp_ * 16, v_tile, 0);
     const HeadTerms head = head_terms(p_, Base2Math::kLogit, b, h);
     const DropoutKey dropout = p_.dropout.threshold > 0 ? load_dropout_key(p_.dropout) : DropoutKey{};
+    const KeptNumbers kept(p_.dropout.threshold);
     const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p_.heads_q) + h);
     const bool block_mask = p_.block_mask.data != nullptr && !a_.mask.given();  // read as it is
     const bool general = !has_plain_scores(p_) || block_mask || a_.mask.given() || p_.dropout.threshold > 0;
@@ -131,7 +132,7 @@ class BackwardBias {
           float d = dp[0][j][r];
           if constexpr (kGeneral) {
             d *= a_.keep_scale;
-            if (p_.dropout.threshold > 0 && dropout_bits(dropout, bh, row[n], key) < p_.dropout.threshold) d = 0.f;
+            if (p_.dropout.threshold > 0 && !kept.keeps(dropout_number(dropout, bh, row[n], key))) d = 0.f;
           }
           const float ds = exp2_approx(logit) * (d - delta[n]);
           sum_[0][j][r] += visible ? ds : 0.f;

@@ -72,15 +72,15 @@ struct ScoreTile {
     return bits;
   }
 
-  // Dropout bits of kMt x 16 keys from key0 on x 16 queries of a row tile, in the order of an A operand: 16 bits per element.
-  static __device__ __forceinline__ void dropout_bits(uint32_t (&bits)[kMt][4], const DropoutTile &dropout, int key0) {
+  // Dropout numbers of kMt x 16 keys from key0 on x 16 queries of a row tile, in the order of an A operand: a half of a word for each.
+  static __device__ __forceinline__ void dropout_numbers(uint32_t (&numbers)[kMt][4], const DropoutTile &dropout, int key0) {
     const int lane = static_cast<int>(threadIdx.x & 31);
     const uint32_t c0 = transposed_dropout_counter0(key0, lane);
     Philox4 x[kMt];
     DropoutTile::bits(
-        x, [&](int) -> const DropoutTile & { return dropout; }, [&](int i) { return c0 + 32 * i; });
+        x, [&](int) -> const DropoutTile & { return dropout; }, [&](int i) { return c0 + 16 * i; });
 #pragma unroll
-    for (int i = 0; i < kMt; ++i) exchange_dropout_bits(x[i], lane, bits[i]);
+    for (int i = 0; i < kMt; ++i) transposed_dropout_numbers(x[i], lane, numbers[i]);
   }
 
   // The bias of the visible pairs, from global memory. `slice`: index of element (0, 0) of its batch entry and head.

@@ -266,7 +266,8 @@ struct BackwardCta : BackwardWork<C> {
 #pragma unroll
     for (int n = 0; n < kSteps * 8; ++n) {
       uint32_t &pair = p16[n / 8][n % 8 / 2];
-      if (dropped.dropped(n)) s[n] = -s[n], pair &= n & 1 ? 0x0000FFFFu : 0xFFFF0000u;
+      s[n] = dropped.negate_dropped(s[n], n);
+      if (dropped.dropped(n)) pair &= n & 1 ? 0x0000FFFFu : 0xFFFF0000u;
     }
   }
   // With dropout: P is converted to 16 bits here, into p16, where dropped elements are 0. In s they are negative.
@@ -275,7 +276,7 @@ struct BackwardCta : BackwardWork<C> {
                                                        const Dropped &dropped) const {
     exponentiate_plain(s, params.raw.factor, [&](int j) { return row_stat(smem_lse, j); });
 #pragma unroll
-    for (int n = 0; n < kSteps * 8; ++n) s[n] = dropped.dropped(n) ? -s[n] : s[n];
+    for (int n = 0; n < kSteps * 8; ++n) s[n] = dropped.negate_dropped(s[n], n);
 #pragma unroll
     for (int n = 0; n < kSteps * 8; n += 2) p16[n / 8][n % 8 / 2] = pack2<Element, /*kRelu=*/true>(s[n], s[n + 1]);
   }
@@ -365,7 +366,7 @@ struct BackwardCta : BackwardWork<C> {
   template <int kCount, typename P, typename Delta>
   static __device__ __forceinline__ void compute_ds_dropped(float (&dp)[kCount], P p, Delta delta, float keep_scale) {
     for_each_ds(dp, p, delta,
-                [&](float p, float dp, float delta) { return fabsf(p) * fmaf(dp, p < 0.f ? 0.f : keep_scale, -delta); });
+                [&](float p, float dp, float delta) { return fmaf(fmaxf(p, 0.f) * dp, keep_scale, -fabsf(p) * delta); });
   }
   // For scores in which any pair may be hidden: dS where P tells that the pair is visible, -0 where it is masked.
   template <int kCount, typename P, typename Delta>

@@ -135,19 +135,17 @@ class TileScoreMods {
   __device__ __forceinline__ void drop(uint32_t (&a)[kMt][4], const Rows &rows, int key0) const {
     if constexpr (C::has(kDropout)) {
       if (C::has(kAnyBias) && rows.p.dropout.threshold == 0) return;  // kernels for dropout alone have no branch here
-      // Written as 4 (lane / 4) + lane % 4, both of which are at hand: with `lane` the compiler holds one register more.
       Philox4 random[kMt];
-      const uint32_t c0 = 2 * static_cast<uint32_t>(key0) + 4 * (rows.lane >> 2) + (rows.lane & 3);
+      const uint32_t c0 = dropout_counter0(key0, rows.lane);
       DropoutTile::bits(
           random, [&](int i) -> const DropoutTile & { return dropout_[i]; }, [&](int) { return c0; });
-      const uint32_t threshold = rows.p.dropout.threshold << 16;
+      const KeptHalves halves(rows.p.dropout.threshold);
 #pragma unroll
       for (int i = 0; i < kMt; ++i)
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-          const uint32_t bits = random[i].word[2 * (r & 1) + (r >> 1)];
-          if (bits << 16 < threshold) a[i][r] &= 0xFFFF8000u;
-          if (bits < threshold) a[i][r] &= 0x8000FFFFu;
+          const uint32_t word = random[i].word[2 * (r & 1) + (r >> 1)];
+          a[i][r] &= halves.of(owns_odd_rows(rows.lane) ? dropout_word_of_odd_row(word) : word) | 0x80008000u;
         }
     }
   }

@@ -580,7 +580,7 @@ class Consumer {
 
   // Dropout bits of the KV tile from key0 on.
   __device__ __forceinline__ void draw_dropout(const WorkTile &t, int key0) {
-    if (dropout_.drops()) dropout_.draw(t, smem_.dropout_tile(work_.stage()), a_.kept_signs, key0);
+    if (dropout_.drops()) dropout_.draw(t, smem_.dropout_tile(work_.stage()), key0);
   }
 
   // Kernels for mixtures: the batch entry of the work tile.
@@ -832,7 +832,7 @@ class Consumer {
       } else {
         fa::cuda::convert_p<Element>(s_, n, p_operand_[n]);
         if constexpr (C::kHasDropout) {
-          if (dropout_.drops()) dropout_.drop(p_operand_[n], n);
+          if (dropout_.drops()) dropout_.drop(p_operand_[n], n, a_.kept_halves);
         }
       }
     }

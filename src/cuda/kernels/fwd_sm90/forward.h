@@ -58,7 +58,7 @@ struct ForwardParams {
   int32_t bias_box_keys;
   bool pair_bias;
   PagedParams pages;
-  KeptSigns kept_signs;  // of dropout's threshold
+  KeptHalves kept_halves;  // of dropout's threshold
   // FA_FLAG_SAME_BITS: what finds no room in shared memory of the rows' total, [CTA][warp][vector][lane].
   float4 *totals;
 };

@@ -153,7 +153,8 @@ class Recompute {
         const float unrounded = p;
         p = rounded<Element>(p);
         if constexpr (C::kHasDropout) {
-          if (dropout_bits(load_dropout_key(p_.dropout), smem_.dropout_head(work_stage), row, key) < p_.dropout.threshold)
+          if (!KeptNumbers(p_.dropout.threshold)
+                   .keeps(dropout_number(load_dropout_key(p_.dropout), smem_.dropout_head(work_stage), row, key)))
             p = 0.f;
         }
         float p_row[2];
