@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstddef>
+#include <functional>
 #include <memory>
 #include <new>
 #include <string>
@@ -31,11 +32,19 @@ struct Workspace {
   size_t bytes = 0;
 };
 
+// What the caller of a backward pass does in the middle of it, on the same stream: so it waits for keys, or sends their gradients, while the
+// launches that need neither run. The backend calls each function at most once, in this order.
+struct BackwardSteps {
+  std::function<fa_status()> before_keys;          // before anything that reads k or v
+  std::function<fa_status()> after_key_gradients;  // behind everything that writes dk or dv
+};
+
 // The arguments of a call besides the problem.
 struct Call {
   const Pointers &pointers;  // every address in the problem, and the workspace
   Workspace workspace;
   fa_stream stream;
+  const BackwardSteps *steps = nullptr;  // of a backward pass
 };
 
 constexpr size_t kWorkspaceAlignment = 256;

@@ -114,6 +114,7 @@ class CpuBackend final : public Backend {
     FA_RETURN_IF_ERROR(take_workspace(workspace, plan.workspace_bytes, error));
     FA_RETURN_IF_ERROR(check_host_contents(problem.forward, error));
     if (nothing_to_write(problem)) return FA_OK;
+    if (call.steps != nullptr) FA_RETURN_IF_ERROR(call.steps->before_keys());
     return finished(backward(problem, machine_, plan, workspace.data, *parallel_), error);
   }
 

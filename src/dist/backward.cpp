@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Backward of one rank. During the calls of a stage, the keys of the next stage arrive and the gradients of the stage before travel to the
-// ranks that own the rows. These add them in fp32 in the order of the schedule and round once.
+// ranks that own the rows. These add them in fp32 in the order of the schedule and round once. The first keys arrive beside the launches of the first
+// call that need none, and the last gradients leave before those that convert dq.
 #include <algorithm>
 
 #include "dist/all_to_all.h"
@@ -58,11 +59,28 @@ class KeyGradient {
     if (a.two()) result.batch_stride = piece_ - slots;
     return result;
   }
-  fa_status add_piece(int32_t n, const AttendCall &a) {
+  // `last`: no call follows. Then what belongs to this rank's own rows is left to sum(), so that the messages start sooner.
+  fa_status add_piece(int32_t n, const AttendCall &a, bool last) {
     if (!wanted() || (a.first && !a.two())) return FA_OK;
-    const int64_t heads = schedule_.stages[n].heads(), keys = a.two() ? a.second_keys : a.keys;
-    float *slots = slot_row(n, a.slot_row);
-    return session_.sum({keys, heads, dim_}, {slots, piece_}, contiguous(slots, Dtype::f32, heads, dim_));
+    const int64_t begin = a.slot_row, end = begin + (a.two() ? a.second_keys : a.keys);
+    const auto add = [&](int64_t from, int64_t to) -> fa_status {
+      if (from >= to) return FA_OK;
+      float *slots = slot_row(n, from), *piece = piece_ + (from - begin) * row(n);
+      const RowShape shape{to - from, schedule_.stages[n].heads(), dim_};
+      return session_.sum(shape, {slots, piece}, contiguous(slots, Dtype::f32, shape.heads, dim_));
+    };
+    int64_t next = begin;  // row to be added
+    if (last && session_.num_ranks() < kMostRowParts) {
+      left_stage_ = n;
+      left_begin_ = begin;
+      for (const Transfer &x : schedule_.keys[schedule_.stages[n].keys].in.transfers) {  // by slot row
+        if (x.from != session_.rank() || x.slot_row < begin || x.slot_row + x.rows > end) continue;
+        left_.push_back(x);
+        FA_RETURN_IF_ERROR(add(next, x.slot_row));
+        next = x.slot_row + x.rows;
+      }
+    }
+    return add(next, end);
   }
 
   // Adds the messages that carry the gradients of stage n.
@@ -90,8 +108,14 @@ class KeyGradient {
         so_far = sum_ + schedule_.cut_row(x.local_row) * row(n);
         if (n > 0) parts.push_back(so_far);  // stage 0 has a part of every row
       }
-      for (const GradientPart &part : x.parts)
-        parts.push_back(part.from == session_.rank() ? slot_row(n, part.row) : received_ + part.row * row(n));
+      for (const GradientPart &part : x.parts) {
+        const bool own = part.from == session_.rank();
+        parts.push_back(own ? slot_row(n, part.row) : received_ + part.row * row(n));
+        const bool left = own && n == left_stage_ && std::any_of(left_.begin(), left_.end(), [&](const Transfer &t) {
+                            return t.slot_row <= part.row && part.row < t.slot_row + t.rows;
+                          });
+        if (left) parts.push_back(piece_ + (part.row - left_begin_) * row(n));
+      }
       const Operand to =
           schedule_.ring ? contiguous(so_far, Dtype::f32, stage.heads(), dim_) : from_row(to_, x.local_row, stage.head_begin);
       FA_RETURN_IF_ERROR(session_.sum({x.rows, stage.heads(), dim_}, std::move(parts), to, scratch_));
@@ -110,6 +134,10 @@ class KeyGradient {
   const Schedule &schedule_;
   Operand to_;
   int64_t dim_;
+  // Of the last call: own rows whose part in `piece_`, which begins with slot row left_begin_, is not added to the slots.
+  std::vector<Transfer> left_;
+  int32_t left_stage_ = -1;
+  int64_t left_begin_ = 0;
   float *slots_[2] = {nullptr, nullptr};  // (slot rows, heads, dim) of stage n at n % 2
   float *piece_ = nullptr;                // (keys, heads, dim) of one attention call
   float *received_ = nullptr;             // (rows, heads, dim) from other ranks
@@ -175,37 +203,67 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
       dv(session, schedule, local.dv, local.forward.head_dim_v);
   QueryGradient dq(session, schedule, local);
   FA_RETURN_IF_ERROR(dq.begin());
-  std::vector<AttendCall> calls;
-  FA_RETURN_IF_ERROR(join_calls(session, schedule, calls));
 
+  const bool ahead = session.most_ahead() > 1;  // exchanges are enqueued
   std::vector<fa_dist_message> messages;
-  // Starts the keys of stage n and the gradients of stage n - 2.
+  struct Started {
+    int64_t dk = 0, all = 0;
+  };
+  std::vector<Started> exchanges(static_cast<size_t>(stages) + 2);  // so many have been started when post(n) has; when dk has
+  // Starts the keys of stage n and the gradients of stage n - 2. The last gradients travel behind all calls: there dk is added while dv travels.
   const auto post = [&](int32_t n) -> fa_status {
+    Started &started = exchanges[static_cast<size_t>(n)];
     messages.clear();
     if (n < stages) FA_RETURN_IF_ERROR(keys.post(n, messages));
-    for (KeyGradient *gradient : {&dk, &dv}) {
-      if (n >= 2) gradient->post(n - 2, messages);
+    if (n >= 2) dk.post(n - 2, messages);
+    if (n > stages && ahead) {
+      FA_RETURN_IF_ERROR(session.exchange(messages));
+      started.dk = session.exchanges();
+      messages.clear();
     }
-    return session.exchange(messages);
+    if (n >= 2) dv.post(n - 2, messages);
+    FA_RETURN_IF_ERROR(session.exchange(messages));
+    started.all = session.exchanges();
+    if (n <= stages || !ahead) started.dk = started.all;
+    return n < stages ? keys.copy_own(n) : FA_OK;
   };
   // Waits for what post(n) started.
   const auto arrive = [&](int32_t n) -> fa_status {
-    FA_RETURN_IF_ERROR(session.wait());
-    for (KeyGradient *gradient : {&dk, &dv}) {
-      if (n >= 2) FA_RETURN_IF_ERROR(gradient->sum(n - 2));
-    }
-    return FA_OK;
+    const Started &started = exchanges[static_cast<size_t>(n)];
+    FA_RETURN_IF_ERROR(session.wait(started.dk));
+    if (n >= 2) FA_RETURN_IF_ERROR(dk.sum(n - 2));
+    FA_RETURN_IF_ERROR(session.wait(started.all));
+    return n >= 2 ? dv.sum(n - 2) : FA_OK;
   };
 
-  if (stages > 0) FA_RETURN_IF_ERROR(post(0));
+  // The keys of two stages are on their way before any kernel, as in forward.
+  const int32_t first_posts = ahead && stages > 1 ? 2 : 1;
+  for (int32_t n = 0; n < std::min(first_posts, stages); ++n) FA_RETURN_IF_ERROR(post(n));
+  std::vector<AttendCall> joined;
+  FA_RETURN_IF_ERROR(join_calls(session, schedule, joined));
   for (int32_t n = 0; n < std::max(stages, 1); ++n) {
     FA_RETURN_IF_ERROR(run_whole(session, schedule, local, n, dsink));
     if (stages == 0) break;
-    FA_RETURN_IF_ERROR(arrive(n));
-    FA_RETURN_IF_ERROR(post(n + 1));
     const Stage &stage = schedule.stages[n];
-    for (KeyGradient *gradient : {&dk, &dv}) FA_RETURN_IF_ERROR(gradient->begin(n));
-    for (const AttendCall &a : schedule.ring ? calls_of(schedule.keys[stage.keys].attends) : calls) {
+    const std::vector<AttendCall> calls = schedule.ring ? calls_of(schedule.keys[stage.keys].attends) : joined;
+    const auto start = [&, n]() -> fa_status {
+      FA_RETURN_IF_ERROR(arrive(n));
+      if (n + 1 >= first_posts) FA_RETURN_IF_ERROR(post(n + 1));
+      for (KeyGradient *gradient : {&dk, &dv}) FA_RETURN_IF_ERROR(gradient->begin(n));
+      return FA_OK;
+    };
+    const auto finish = [&, n]() -> fa_status {
+      if (n + 1 < stages) return FA_OK;
+      FA_RETURN_IF_ERROR(arrive(stages));
+      return post(stages + 1);
+    };
+    // The first call waits for its keys behind the launches that need none. Keys of later stages are there, and the messages that start now get hold of
+    // SMs beside these launches, not beside the long CTAs that follow them.
+    const bool waits_inside = n == 0 && !calls.empty();
+    if (!waits_inside) FA_RETURN_IF_ERROR(start());
+    for (size_t c = 0; c < calls.size(); ++c) {
+      const AttendCall &a = calls[c];
+      const bool last = c + 1 == calls.size();
       BackwardProblem piece;
       piece.forward = problem_of(local.forward, stage, a, keys.k(n, a), keys.v(n, a));
       const int64_t head = stage.head_begin * local.forward.group;
@@ -216,15 +274,19 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
       piece.dq = dq.piece(stage, a);
       piece.dk = dk.piece(n, a);
       piece.dv = dv.piece(n, a);
-      FA_RETURN_IF_ERROR(dsink.run(piece, head, a.own));  // every row is in one call over its own keys
+      BackwardSteps steps;
+      steps.before_keys = [&] { return waits_inside && c == 0 ? start() : FA_OK; };
+      // The messages of the last stage start before dq is converted.
+      steps.after_key_gradients = [&]() -> fa_status {
+        for (KeyGradient *gradient : {&dk, &dv}) FA_RETURN_IF_ERROR(gradient->add_piece(n, a, last && n + 1 == stages));
+        return last ? finish() : FA_OK;
+      };
+      FA_RETURN_IF_ERROR(dsink.run(piece, head, a.own, &steps));  // every row is in one call over its own keys
       FA_RETURN_IF_ERROR(dq.add_piece(a));
-      for (KeyGradient *gradient : {&dk, &dv}) FA_RETURN_IF_ERROR(gradient->add_piece(n, a));
     }
+    if (calls.empty()) FA_RETURN_IF_ERROR(finish());
   }
-  for (int32_t n = stages; stages > 0 && n < stages + 2; ++n) {
-    FA_RETURN_IF_ERROR(arrive(n));
-    if (n == stages) FA_RETURN_IF_ERROR(post(n + 1));
-  }
+  if (stages > 0) FA_RETURN_IF_ERROR(arrive(stages + 1));
   FA_RETURN_IF_ERROR(dq.finish());
   return dsink.finish();
 }

@@ -33,12 +33,16 @@ fa_status SinkGradient::begin() {
   return wanted() ? session_.zero(own(), heads_ * static_cast<int64_t>(sizeof(double))) : FA_OK;
 }
 
-fa_status SinkGradient::run(BackwardProblem call, int64_t head, bool counts) {
+fa_status SinkGradient::run(BackwardProblem call, int64_t head, bool counts, const BackwardSteps *steps) {
   const bool adds = wanted() && counts;
   call.dsink = adds ? piece_ : nullptr;
   call.dsink_stride = 1;
-  if (call.empty()) return FA_OK;
-  FA_RETURN_IF_ERROR(session_.run(call));
+  if (call.empty()) {
+    if (steps == nullptr) return FA_OK;
+    FA_RETURN_IF_ERROR(steps->before_keys());
+    return steps->after_key_gradients();
+  }
+  FA_RETURN_IF_ERROR(steps != nullptr ? session_.run(call, *steps) : session_.run(call));
   return adds ? session_.add(own() + head, piece_, call.forward.heads_q) : FA_OK;
 }
 

@@ -15,7 +15,7 @@ class SinkGradient {
 
   fa_status begin();
   // Runs a call over query heads `head` and following. With `counts` its rows add to the gradient of the sink.
-  fa_status run(BackwardProblem call, int64_t head, bool counts);
+  fa_status run(BackwardProblem call, int64_t head, bool counts, const BackwardSteps *steps = nullptr);
   // Sums over all ranks.
   fa_status finish();
 

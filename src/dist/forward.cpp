@@ -88,23 +88,25 @@ fa_status forward(Session &session, const Schedule &schedule, const ForwardProbl
   KeyBuffers keys(session, schedule, local, /*first_apart=*/true);
   std::unique_ptr<MergedRows> merged;
   if (schedule.ring) merged = std::make_unique<MergedRows>(session, schedule, local);
-  std::vector<AttendCall> calls;
-  if (stages > 0) FA_RETURN_IF_ERROR(join_calls(session, schedule, calls));
 
   // Starts the keys of stages before `end` that are not on their way. Where exchanges are enqueued, those of the first three
   // stages are so before any kernel: one that waits beside a kernel of long CTAs, which fill the device, begins when that ends.
   std::vector<fa_dist_message> messages;
   std::vector<int64_t> exchanges;  // so many have been started when those of a stage have
   const auto post = [&](int32_t end) -> fa_status {
-    for (int32_t n = static_cast<int32_t>(exchanges.size()); n < std::min(end, stages); ++n) {
+    const int32_t begin = static_cast<int32_t>(exchanges.size());
+    for (int32_t n = begin; n < std::min(end, stages); ++n) {
       messages.clear();
       FA_RETURN_IF_ERROR(keys.post(n, messages));
       FA_RETURN_IF_ERROR(session.exchange(messages));
       exchanges.push_back(session.exchanges());
     }
+    for (int32_t n = begin; n < std::min(end, stages); ++n) FA_RETURN_IF_ERROR(keys.copy_own(n));
     return FA_OK;
   };
   FA_RETURN_IF_ERROR(post(session.most_ahead()));
+  std::vector<AttendCall> calls;
+  if (stages > 0) FA_RETURN_IF_ERROR(join_calls(session, schedule, calls));
   for (int32_t n = 0; n < std::max(stages, 1); ++n) {
     FA_RETURN_IF_ERROR(run_whole(session, schedule, local, n));
     if (stages == 0) break;

@@ -113,16 +113,27 @@ fa_status KeyBuffers::post(int32_t n, std::vector<fa_dist_message> &messages) {
     }
     const int64_t row_bytes = send.seq_stride * dtype_bytes(send.dtype);
     for (const Transfer &x : keys.in.transfers) {
-      const Operand to = from_row(slots, x.slot_row);
-      if (x.from != session_.rank()) {
-        messages.push_back({to.data, static_cast<uint64_t>(x.rows * row_bytes), x.from, 1});
-      } else {
-        FA_RETURN_IF_ERROR(session_.copy({x.rows, stage.heads(), dim}, from_row(from, x.local_row, stage.head_begin), to));
-      }
+      if (x.from == session_.rank()) continue;
+      messages.push_back({from_row(slots, x.slot_row).data, static_cast<uint64_t>(x.rows * row_bytes), x.from, 1});
     }
     for (const Transfer &x : keys.out) {
       const Operand sent = as_they_are_[which] ? from_row(from, x.local_row) : from_row(send, schedule_.cut_row(x.local_row));
       messages.push_back({sent.data, static_cast<uint64_t>(x.rows * row_bytes), x.to, 0});
+    }
+  }
+  return FA_OK;
+}
+
+fa_status KeyBuffers::copy_own(int32_t n) {
+  const Stage &stage = schedule_.stages[n];
+  for (int which = 0; which < 2; ++which) {
+    const Operand &from = which == 1 ? local_.v : local_.k;
+    const int64_t dim = which == 1 ? local_.head_dim_v : local_.head_dim;
+    const Operand slots = keys_[place_of(n)][which].operand(stage, local_);
+    for (const Transfer &x : schedule_.keys[stage.keys].in.transfers) {
+      if (x.from != session_.rank()) continue;
+      FA_RETURN_IF_ERROR(session_.copy({x.rows, stage.heads(), dim}, from_row(from, x.local_row, stage.head_begin),
+                                       from_row(slots, x.slot_row)));
     }
   }
   return FA_OK;

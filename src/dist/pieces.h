@@ -46,8 +46,10 @@ class KeyBuffers {
  public:
   KeyBuffers(Session &session, const Schedule &schedule, const MaskedProblem &local, bool first_apart);
 
-  // Adds the messages of stage n, and copies the rows that this rank has itself.
+  // Adds the messages of stage n.
   fa_status post(int32_t n, std::vector<fa_dist_message> &messages);
+  // Copies the rows that this rank has itself. Behind the start of the exchange, which need not wait for it.
+  fa_status copy_own(int32_t n);
   Operand k(int32_t n, const Attend &a) const {
     return from_row(keys_[place_of(n)][0].operand(schedule_.stages[n], local_), a.slot_row);
   }

@@ -14,6 +14,21 @@ void *Session::take(int64_t count, int64_t element_bytes) {
   return memory;
 }
 
+fa_status Session::run(const BackwardProblem &problem, const BackwardSteps &steps) {
+  bool waited = false, sent = false;
+  const BackwardSteps noted{[&] {
+                              waited = true;
+                              return steps.before_keys();
+                            },
+                            [&] {
+                              sent = true;
+                              return steps.after_key_gradients();
+                            }};
+  FA_RETURN_IF_ERROR(run_any(ScoredBackward{problem, nullptr}, &noted));
+  if (!waited) FA_RETURN_IF_ERROR(steps.before_keys());
+  return sent ? FA_OK : steps.after_key_gradients();
+}
+
 fa_status Session::copy(const RowShape &shape, const Operand &from, const Operand &to) {
   return running() ? rows_.copy(shape, from, to, stream_, error_) : FA_OK;
 }

@@ -55,6 +55,8 @@ class Session {
 
   fa_status run(const ForwardProblem &problem) { return run_any(ScoredForward{problem, nullptr}); }
   fa_status run(const BackwardProblem &problem) { return run_any(ScoredBackward{problem, nullptr}); }
+  // Each of the steps is taken once, whatever the backend does.
+  fa_status run(const BackwardProblem &problem, const BackwardSteps &steps);
   fa_status run(const MergeProblem &problem) { return run_any(problem); }
 
   // Work on rows; see RowDevice. `sum` takes any number of parts; more than kMostRowParts need `scratch`, fp32 of the same shape.
@@ -79,9 +81,9 @@ class Session {
   bool running() const { return pointers_ != nullptr; }
 
   template <typename AnyProblem>
-  fa_status run_any(const AnyProblem &problem) {
+  fa_status run_any(const AnyProblem &problem, const BackwardSteps *steps = nullptr) {
     ++usage_.launches;
-    if (running()) return backend_.run(problem, Call{*pointers_, kernel_workspace_, stream_}, error_);
+    if (running()) return backend_.run(problem, Call{*pointers_, kernel_workspace_, stream_, steps}, error_);
     PlanSummary plan;
     FA_RETURN_IF_ERROR(backend_.plan(problem, plan, error_));
     if (plan.workspace_bytes > usage_.kernel_bytes) usage_.kernel_bytes = plan.workspace_bytes;

@@ -262,6 +262,27 @@ TEST(CudaTileOrder, EndOfTheBackwardLaunch) {
     EXPECT_EQ(plan(1024, head_dim, causal).last_heads, 0);
     EXPECT_EQ(plan(4096, head_dim, plain).last_heads, 0);
   }
+  // Two sequences that share their keys: heads of the second one alone are the last group.
+  const int32_t lengths[] = {16384, 4096};
+  const auto sharing = [&](int64_t heads, int64_t keys, auto vary) {
+    return plan(keys, 128,
+                [&](MaskedProblem &p) {
+                  p.band.right = 0;
+                  p.batch = 2;
+                  p.heads_q = 8 * heads, p.heads_k = heads, p.group = 8;
+                  p.q_lengths.max_len = keys / 4;
+                  p.k.batch_stride = p.v.batch_stride = 0;
+                  p.k_lengths.used = lengths;
+                  vary(p);
+                })
+        .last_heads;
+  };
+  EXPECT_EQ(sharing(8, 16384, plain), 4);
+  EXPECT_EQ(sharing(2, 16384, plain), 2);
+  EXPECT_EQ(sharing(8, 262144, plain), 0) << "many work tiles";
+  EXPECT_EQ(sharing(8, 16384, [](MaskedProblem &p) { p.deterministic = true; }), 0);
+  EXPECT_EQ(sharing(8, 16384, [](MaskedProblem &p) { p.batch = 1; }), 0);
+  EXPECT_EQ(sharing(8, 16384, [](MaskedProblem &p) { p.k.batch_stride = 1 << 24; }), 0) << "sequences with their own keys";
 }
 
 }  // namespace

@@ -346,8 +346,11 @@ class CudaBackend final : public Backend, private StreamWork {
     }
     int32_t *counters = nullptr;
     fa_status status = take_counters(num_counters(plan), call.stream, counters, error);
-    if (status == FA_OK) status = make_launches(problem, plan, {driver_, workspace.data, counters, {}, used}, launches, error);
-    if (status == FA_OK) status = enqueue(launches, call.stream, error);
+    LaunchSteps numbers;
+    LaunchMemory memory{driver_, workspace.data, counters, {}, used};
+    if (call.steps != nullptr) memory.steps = &numbers;
+    if (status == FA_OK) status = make_launches(problem, plan, memory, launches, error);
+    if (status == FA_OK) status = enqueue(launches, call.stream, error, call.steps, numbers);
     if (own) driver_.cuMemFreeAsync(reinterpret_cast<CUdeviceptr>(workspace.data), call.stream);
     return status;
   }
@@ -448,16 +451,27 @@ class CudaBackend final : public Backend, private StreamWork {
 
   // All kernels are there before the first one runs: a call enqueues everything or nothing.
   fa_status enqueue(const Launches &launches, fa_stream stream, ErrorText &error) override {
+    return enqueue(launches, stream, error, nullptr, {});
+  }
+  fa_status enqueue(const Launches &launches, fa_stream stream, ErrorText &error, const BackwardSteps *steps,
+                    const LaunchSteps &numbers) {
     FA_RETURN_IF_ERROR(check(launches, error));
     const Kernel *kernels[Launches::kMaxEntries];
     const Kernel **kernel = kernels;
     for (const Launches::Entry &entry : launches) FA_RETURN_IF_ERROR(load(entry, *kernel++, error));
     kernel = kernels;
+    int32_t number = 0;
     for (const auto &[what, launch, params] : launches) {
+      const bool waits = steps != nullptr && number == numbers.first_with_keys,
+                 sends = steps != nullptr && number == numbers.first_behind_key_gradients;
+      ++number;
+      if (waits) FA_RETURN_IF_ERROR(steps->before_keys());
+      if (sends) FA_RETURN_IF_ERROR(steps->after_key_gradients());
       void *arguments[] = {const_cast<void *>(params)};
       CUlaunchAttribute attributes[2] = {};
       unsigned count = 0;
-      if (launch.pdl && (*kernel)->waits) {
+      // A launch behind a step follows more than the launch before it.
+      if (launch.pdl && (*kernel)->waits && !waits && !sends) {
         attributes[count].id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
         attributes[count++].value.programmaticStreamSerializationAllowed = 1;
       }

@@ -3,6 +3,8 @@
 // they copy the plan into the kernels' parameters and make tensor maps.
 #pragma once
 
+#include <cstdint>
+
 #include "core/forward_problem.h"
 #include "core/status.h"
 #include "cuda/common/data_mask.h"
@@ -22,6 +24,12 @@ struct ScoreTextLaunch {
   ScoreTextArgs args{};
 };
 
+// Numbers of launches of a backward pass, where a caller has something to do between them (BackwardSteps). A family that says nothing reads keys
+// from its first launch on, and writes their gradients to its last.
+struct LaunchSteps {
+  int32_t first_with_keys = 0, first_behind_key_gradients = INT32_MAX;
+};
+
 // What a launch gets besides its problem and plan.
 struct LaunchMemory {
   const Driver &driver;
@@ -30,6 +38,7 @@ struct LaunchMemory {
   DataMask mask;                                // of the problem, where plan.cell_map is set; make_launches() fills it in
   const ScoreTextLaunch *score_text = nullptr;  // where plan.scored is set
   const ListedKeys *listed_keys = nullptr;      // where plan.finds_listed_keys is set; make_launches() fills it in
+  LaunchSteps *steps = nullptr;                 // where the caller has steps
 };
 
 // Appends the launches of a plan by the launcher of its family.

@@ -80,9 +80,11 @@ fa_status describe_text_tile(const LaunchMemory &memory, const MaskedProblem &p,
   return describe_bias(memory.driver, "tensor of the score text", p, tensor, map, error);
 }
 
-// The launches of one pass. `only_if`: of BackwardRows.
+int32_t count_of(const Launches &launches) { return static_cast<int32_t>(launches.end() - launches.begin()); }
+
+// The launches of one pass without that of dq. `only_if`: of BackwardRows. `pass`: their parameters.
 fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int32_t *only_if, const LaunchMemory &memory,
-                   Launches &launches, ErrorText &error) {
+                   Launches &launches, const BackwardParams *&pass, ErrorText &error) {
   const BackwardShape &shape = kBackwardShapes[plan.shape];
   const Problem &p = b.forward;
   auto &scored = launches.make_params<ScoreTextParams<BackwardParams>>();
@@ -148,22 +150,30 @@ fa_status add_pass(const BackwardProblem &b, const BackwardPlan &plan, const int
 
   const BackwardKernels kernels = backward_kernels(plan.shape, p.q.dtype);
   const bool second = only_if != nullptr;
+  pass = &params;
   Launch rows = backward_rows_launch(params);
   rows.pdl = second;
   launches.add("backward row kernel", rows, &params);
+  if (!second && memory.steps != nullptr) memory.steps->first_with_keys = count_of(launches);
   if (b.dq.data != nullptr || b.dk.data != nullptr || b.dv.data != nullptr) {
     Launch launch{kernels.main, shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true};
     use_score_text(memory.score_text, scored, launch);
     launches.add("backward kernel", launch, &params);
-  }
-  if (b.dq.data != nullptr && shape.sums_dq()) {
-    launches.add("dq kernel", {kernels.dq, shape.dq_threads(), 0, ctas_for_q_tiles(params), /*pdl=*/second}, &params);
   }
   if (second) return FA_OK;  // the rest is the same, NaN or not
   if (p.k_lengths.left_padding != nullptr) launches.add("left padding kernel", backward_padding_launch(params), &params);
   if (b.dbias.data != nullptr) sm80::add_dbias_launch(b, plan, plan.dbias_shape, memory, launches);
   if (b.dsink != nullptr) launches.add("dsink kernel", backward_sink_launch(params), &params);
   return FA_OK;
+}
+
+// Converts the sum of dq, where the main kernel of the pass leaves one.
+void add_dq(const BackwardProblem &b, const BackwardPlan &plan, const BackwardParams &params, Launches &launches) {
+  const BackwardShape &shape = kBackwardShapes[plan.shape];
+  if (b.dq.data == nullptr || !shape.sums_dq()) return;
+  const void *kernel = backward_kernels(plan.shape, b.forward.q.dtype).dq;
+  launches.add("dq kernel", {kernel, shape.dq_threads(), 0, ctas_for_q_tiles(params), /*pdl=*/params.only_if != nullptr},
+               &params);
 }
 
 // The main launches of a forward. `p`: of kernels for pages add_pages().
@@ -245,10 +255,20 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
 
 fa_status add_launches(const BackwardProblem &b, const BackwardPlan &plan, const LaunchMemory &memory, Launches &launches,
                        ErrorText &error) {
-  FA_RETURN_IF_ERROR(add_pass(b, plan, nullptr, memory, launches, error));
-  if (plan.nan_safe_shape < 0) return FA_OK;
-  const auto *nonfinite = reinterpret_cast<const int32_t *>(static_cast<char *>(memory.workspace) + plan.nonfinite_offset);
-  return add_pass(b, nan_safe_pass(b, plan), nonfinite, memory, launches, error);
+  const BackwardParams *first = nullptr, *second = nullptr;
+  FA_RETURN_IF_ERROR(add_pass(b, plan, nullptr, memory, launches, first, error));
+  BackwardPlan second_plan;
+  if (plan.nan_safe_shape >= 0) {
+    const auto *nonfinite = reinterpret_cast<const int32_t *>(static_cast<char *>(memory.workspace) + plan.nonfinite_offset);
+    second_plan = nan_safe_pass(b, plan);
+    FA_RETURN_IF_ERROR(add_pass(b, second_plan, nonfinite, memory, launches, second, error));
+  }
+  // dq is last, behind both passes, so that gradients of keys are there early. A second pass that has run has overwritten the sum of the first one, and
+  // its dq overwrites what comes of that.
+  if (memory.steps != nullptr) memory.steps->first_behind_key_gradients = count_of(launches);
+  add_dq(b, plan, *first, launches);
+  if (second != nullptr) add_dq(b, second_plan, *second, launches);
+  return FA_OK;
 }
 
 fa_status add_launches(const JvpProblem &j, const JvpPlan &plan, const LaunchMemory &memory, Launches &launches,
