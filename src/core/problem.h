@@ -191,6 +191,10 @@ struct Dropout {
   uint64_t offset = 0;
   const uint64_t *seed_ptr = nullptr;    // replaces seed; device memory on CUDA
   const uint64_t *offset_ptr = nullptr;  // added to offset; device memory on CUDA
+  // Where the problem is a part of another one (src/dist): what the rule of the random bits adds to b * heads_q + h, to queries and to keys, the last two multiples
+  // of 16.
+  uint32_t first_head = 0;
+  int32_t first_query = 0, first_key = 0;
 };
 
 // Forward and the shared part of backward.
@@ -244,6 +248,11 @@ struct Problem {
            dropout.threshold > 0;
   }
 };
+
+// The number of batch entry b and query head h in the rule of the random bits.
+FA_HD uint32_t dropout_head(const Problem &p, int64_t b, int64_t h) {
+  return p.dropout.first_head + static_cast<uint32_t>(b) * static_cast<uint32_t>(p.heads_q) + static_cast<uint32_t>(h);
+}
 
 // The ranges of core/mask.h for the used rows of two sequences.
 FA_HD Range visible_keys(const Band &band, const Sequence &queries, const Sequence &keys, Range rows) {

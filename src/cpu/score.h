@@ -50,7 +50,8 @@ struct Score {
 
   bool dropout = false;
   DropoutKey dropout_key;
-  uint32_t dropout_head = 0;  // b * heads_q + h
+  uint32_t dropout_head = 0;                                // fa::dropout_head()
+  int64_t dropout_block_row = 0, dropout_block_column = 0;  // of the problem's first query and key
   KeptNumbers dropout_kept;
   float dropout_scale = 1;
 
@@ -91,7 +92,8 @@ inline Score make_score(const MaskedProblem &p, const ScoreCall *user, int64_t b
     const uint64_t seed = p.dropout.seed_ptr != nullptr ? *p.dropout.seed_ptr : p.dropout.seed;
     const uint64_t offset = p.dropout.offset + (p.dropout.offset_ptr != nullptr ? *p.dropout.offset_ptr : 0);
     s.dropout_key = dropout_key(seed, offset);
-    s.dropout_head = static_cast<uint32_t>(b * p.heads_q + h);
+    s.dropout_head = fa::dropout_head(p, b, h);
+    s.dropout_block_row = p.dropout.first_query / 16, s.dropout_block_column = p.dropout.first_key / 16;
     s.dropout_kept = KeptNumbers(p.dropout.threshold);
     s.dropout_scale = p.dropout.keep_scale;
   }
@@ -319,7 +321,7 @@ inline void dropout_scales(const Score &s, const Tile &t, float *scales, int64_t
   for (int64_t bi = t.row / 16; 16 * bi < row_end; ++bi) {
     for (int64_t bj = t.col / 16; 16 * bj < col_end; ++bj) {
       uint32_t words[2][4][16];
-      dropout_block(s, bi, bj, words);
+      dropout_block(s, s.dropout_block_row + bi, s.dropout_block_column + bj, words);
       const int64_t c_begin = max64(16 * bj, t.col), c_end = min64(16 * bj + 16, col_end);
       for (int64_t i = max64(16 * bi, t.row); i < min64(16 * bi + 16, row_end); ++i) {
         // Words hold the 16 bits of columns j and j + 1 in their low and high halves: in memory, 8 columns in order.

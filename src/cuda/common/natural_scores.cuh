@@ -117,11 +117,11 @@ class NaturalScores {
   // Which pairs are dropped, at kept_bit(). Own rows are queries.
   __device__ __forceinline__ uint32_t draw_dropped() const {
     static_assert(kOwnsQueries);
-    const uint32_t bh = static_cast<uint32_t>(at_.batch * static_cast<int>(p_.heads_q) + at_.head);
-    const DropoutTile tile[1] = {{load_dropout_key(p_.dropout), bh, row_ >> 4}};
+    const DropoutTile tile[1] = {
+        {load_dropout_key(p_.dropout), dropout_head(p_, at_.batch, at_.head), (row_ + p_.dropout.first_query) >> 4}};
     const KeptHalves halves(p_.dropout.threshold);
     // Two calls at a time: one hides the latency of the other.
-    const uint32_t c0 = dropout_counter0(first_ + (owns_odd_rows(lane_) ? 32 : 0), lane_);
+    const uint32_t c0 = dropout_counter0(first_ + p_.dropout.first_key + (owns_odd_rows(lane_) ? 32 : 0), lane_);
     Philox4 random[2];
     DropoutTile::bits(
         random, [&](int) -> const DropoutTile & { return tile[0]; }, [&](int i) { return c0 + 16 * i; });

@@ -64,8 +64,9 @@ struct Pairs {
 
   __device__ __forceinline__ bool kept(int head, int row, int key) const {
     if (p.dropout.threshold == 0) return true;
-    const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p.heads_q) + head);
-    return KeptNumbers(p.dropout.threshold).keeps(dropout_number(load_dropout_key(p.dropout), bh, row, key));
+    return KeptNumbers(p.dropout.threshold)
+        .keeps(dropout_number(load_dropout_key(p.dropout), dropout_head(p, b, head), row + p.dropout.first_query,
+                              key + p.dropout.first_key));
   }
 
  private:

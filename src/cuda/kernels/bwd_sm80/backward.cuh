@@ -335,8 +335,9 @@ class Backward {
       uint32_t dropout_numbers[C::kKeyTiles][4];
       if constexpr (C::has(kDropout)) {
         if (!C::has(kAnyBias) || p.dropout.threshold > 0) {
-          const uint32_t bh = static_cast<uint32_t>(block_.batch * static_cast<int>(p.heads_q) + block_.head_q);
-          Tile::dropout_numbers(dropout_numbers, DropoutTile(dropout_, bh, row0 / 16 + k), key0);
+          const uint32_t bh = dropout_head(p, block_.batch, block_.head_q);
+          Tile::dropout_numbers(dropout_numbers, DropoutTile(dropout_, bh, (row0 + p.dropout.first_query) / 16 + k),
+                                key0 + p.dropout.first_key);
         }
       }
 #pragma unroll

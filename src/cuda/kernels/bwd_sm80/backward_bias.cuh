@@ -110,7 +110,7 @@ class BackwardBias {
     const HeadTerms head = head_terms(p_, Base2Math::kLogit, b, h);
     const DropoutKey dropout = p_.dropout.threshold > 0 ? load_dropout_key(p_.dropout) : DropoutKey{};
     const KeptNumbers kept(p_.dropout.threshold);
-    const uint32_t bh = static_cast<uint32_t>(b * static_cast<int>(p_.heads_q) + h);
+    const uint32_t bh = dropout_head(p_, b, h);
     const bool block_mask = p_.block_mask.data != nullptr && !a_.mask.given();  // read as it is
     const bool general = !has_plain_scores(p_) || block_mask || a_.mask.given() || p_.dropout.threshold > 0;
     const auto add_pairs = [&](const auto &mods, auto is_general) {
@@ -132,7 +132,9 @@ class BackwardBias {
           float d = dp[0][j][r];
           if constexpr (kGeneral) {
             d *= a_.keep_scale;
-            if (p_.dropout.threshold > 0 && !kept.keeps(dropout_number(dropout, bh, row[n], key))) d = 0.f;
+            if (p_.dropout.threshold > 0 &&
+                !kept.keeps(dropout_number(dropout, bh, row[n] + p_.dropout.first_query, key + p_.dropout.first_key)))
+              d = 0.f;
           }
           const float ds = exp2_approx(logit) * (d - delta[n]);
           sum_[0][j][r] += visible ? ds : 0.f;

@@ -64,9 +64,7 @@ struct BackwardCta : BackwardWork<C> {
   // Dropout bits of a query head, for queries from row0 on and this warp's 16 of the 64 keys from first_key on. `smem_key`: DropoutStorage::key.
   __device__ __forceinline__ void draw(DroppedPairs<C::kTileQ> &dropped, uint32_t smem_key, int head_q, int row0,
                                        int first_key) const {
-    dropped.draw(smem_key, problem.dropout.threshold,
-                 static_cast<uint32_t>(work().batch * static_cast<int>(problem.heads_q) + head_q), row0, first_key + warp * 16,
-                 lane);
+    dropped.draw(smem_key, problem, dropout_head(problem, work().batch, head_q), row0, first_key + warp * 16, lane);
   }
 
   // Loads a tile of kTileRows rows by TMA, as kAtoms swizzle atoms. kColumns: used columns of an atom.

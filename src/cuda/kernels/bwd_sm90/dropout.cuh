@@ -20,16 +20,16 @@ struct DroppedPairs {
     return __uint_as_float(__float_as_uint(x) ^ (~kept_at_sign & 0x80000000u));
   }
 
-  // Keys from key0 on and queries from row0 on, both multiples of 16, of batch-head bh = b * heads_q + h.
+  // Keys from key0 on and queries from row0 on, both multiples of 16, of batch-head bh = dropout_head().
   // smem_key: address of the problem's key in shared memory, from where it is read each time: round keys held in registers would spill others.
-  __device__ __forceinline__ void draw(uint32_t smem_key, uint32_t threshold, uint32_t bh, int row0, int key0, int lane) {
+  __device__ __forceinline__ void draw(uint32_t smem_key, const Problem &p, uint32_t bh, int row0, int key0, int lane) {
     const DropoutKey key{ld_shared_4(smem_key), ld_shared_4(smem_key + 4), ld_shared_4(smem_key + 8)};
-    const uint32_t c0 = transposed_dropout_counter0(key0, lane);
-    const KeptHalves halves(threshold);
+    const uint32_t c0 = transposed_dropout_counter0(key0 + p.dropout.first_key, lane);
+    const KeptHalves halves(p.dropout.threshold);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
       // Two calls at a time: one hides the latency of the other.
-      const int tile = row0 / 16 + 4 * w + (owns_odd_rows(lane) ? 2 : 0);
+      const int tile = (row0 + p.dropout.first_query) / 16 + 4 * w + (owns_odd_rows(lane) ? 2 : 0);
       const DropoutTile tiles[2] = {{key, bh, tile}, {key, bh, tile + 1}};
       Philox4 x[2];
       DropoutTile::bits(

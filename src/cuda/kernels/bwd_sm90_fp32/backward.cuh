@@ -571,8 +571,8 @@ class Backward {
   }
   __device__ __forceinline__ uint32_t draw_dropped_transposed(int head, int first) const {
     sm90::DroppedPairs<64> dropped;
-    const uint32_t bh = static_cast<uint32_t>(work_.batch * static_cast<int>(p_.heads_q) + head);
-    dropped.draw(smem_ + offsetof(Storage, dropout), p_.dropout.threshold, bh, first, work_.own0 + consumer_warp() * 16, lane_);
+    dropped.draw(smem_ + offsetof(Storage, dropout), p_, dropout_head(p_, work_.batch, head), first,
+                 work_.own0 + consumer_warp() * 16, lane_);
     return ~dropped.kept[0];
   }
 

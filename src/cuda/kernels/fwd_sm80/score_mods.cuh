@@ -37,9 +37,9 @@ class TileScoreMods {
     if constexpr (C::has(kDropout)) {
       if (!C::has(kAnyBias) || p.dropout.threshold > 0) {
         const DropoutKey key = load_dropout_key(p.dropout);
-        const uint32_t bh = static_cast<uint32_t>(rows.b * static_cast<int>(p.heads_q) + rows.head_q);
+        const uint32_t bh = dropout_head(p, rows.b, rows.head_q);
 #pragma unroll
-        for (int i = 0; i < kMt; ++i) dropout_[i] = DropoutTile(key, bh, rows.warp_row / 16 + i);
+        for (int i = 0; i < kMt; ++i) dropout_[i] = DropoutTile(key, bh, (rows.warp_row + p.dropout.first_query) / 16 + i);
       }
     }
   }
@@ -136,7 +136,7 @@ class TileScoreMods {
     if constexpr (C::has(kDropout)) {
       if (C::has(kAnyBias) && rows.p.dropout.threshold == 0) return;  // kernels for dropout alone have no branch here
       Philox4 random[kMt];
-      const uint32_t c0 = dropout_counter0(key0, rows.lane);
+      const uint32_t c0 = dropout_counter0(key0 + rows.p.dropout.first_key, rows.lane);
       DropoutTile::bits(
           random, [&](int i) -> const DropoutTile & { return dropout_[i]; }, [&](int) { return c0; });
       const KeptHalves halves(rows.p.dropout.threshold);

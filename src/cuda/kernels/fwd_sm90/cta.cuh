@@ -146,7 +146,7 @@ struct SharedMemory {
   __device__ __forceinline__ uint32_t &cell_codes(int n, uint32_t phase) const {
     return storage().masked_tiles.cell_codes[phase][n];
   }
-  // With dropout: b * heads_q + h of the work tile in stage n.
+  // With dropout: fa::dropout_head() of the work tile in stage n.
   __device__ __forceinline__ uint32_t &dropout_head(int n) const { return storage().dropout.tile[n].head; }
   // The key of dropout, and dropout_head(), at this address.
   __device__ __forceinline__ uint32_t dropout_tile(int n) const {

@@ -42,10 +42,10 @@ class DropoutBits {
  private:
   __device__ __forceinline__ DropoutTile make_tile(const WorkTile &t, uint32_t key_and_head) const {
     const uint4 x = ld_shared_16(key_and_head);
-    return {{x.x, x.y, x.z}, x.w, (at_.row(t, 0) - (at_.lane >> 2)) >> 4};
+    return {{x.x, x.y, x.z}, x.w, (at_.row(t, 0) - (at_.lane >> 2) + p_.dropout.first_query) >> 4};
   }
   __device__ __forceinline__ void draw(const DropoutTile &tile, int key0) {
-    const uint32_t c0 = dropout_counter0(key0 + (owns_odd_rows(at_.lane) ? 16 : 0), at_.lane);
+    const uint32_t c0 = dropout_counter0(key0 + p_.dropout.first_key + (owns_odd_rows(at_.lane) ? 16 : 0), at_.lane);
     DropoutTile::bits(
         random_, [&](int) -> const DropoutTile & { return tile; }, [&](int n) { return c0 + 32 * n; });
   }

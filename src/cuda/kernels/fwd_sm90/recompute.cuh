@@ -154,7 +154,8 @@ class Recompute {
         p = rounded<Element>(p);
         if constexpr (C::kHasDropout) {
           if (!KeptNumbers(p_.dropout.threshold)
-                   .keeps(dropout_number(load_dropout_key(p_.dropout), smem_.dropout_head(work_stage), row, key)))
+                   .keeps(dropout_number(load_dropout_key(p_.dropout), smem_.dropout_head(work_stage),
+                                         row + p_.dropout.first_query, key + p_.dropout.first_key)))
             p = 0.f;
         }
         float p_row[2];

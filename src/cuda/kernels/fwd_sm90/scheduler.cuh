@@ -120,8 +120,7 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
       t.head_q = place.head;
       t.head_k = a.group.quotient(place.head);
       if constexpr (C::kHasDropout) {
-        const int head = place.batch * static_cast<int>(p.heads_q) + place.head;
-        smem.storage().dropout.tile[stage] = {load_dropout_key(p.dropout), static_cast<uint32_t>(head)};
+        smem.storage().dropout.tile[stage] = {load_dropout_key(p.dropout), dropout_head(p, place.batch, place.head)};
       }
       if constexpr (C::kHasMaxLogit) {
         if (!C::kMixtures || a.max_logit != nullptr)
