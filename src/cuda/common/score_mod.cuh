@@ -42,6 +42,7 @@ struct Base2Math {
   RawUnit raw;
 
   __device__ __forceinline__ float factor() const { return raw.factor; }
+  __device__ __forceinline__ float cap() const { return raw.cap; }
   // cap * tanh(softmax_scale s / softcap).
   __device__ __forceinline__ float scaled_tanh(float s, float cap) const {
     return fmaf(-2.f * cap, reciprocal_approx(1.f + exp2_approx(s * raw.cap_exponent)), cap);
@@ -54,8 +55,9 @@ struct Base2Math {
   }
 };
 
-// The same with a tanh of one instruction.
+// The same with a tanh of one instruction, in tanh_unit().
 struct FastTanhMath : Base2Math {
+  static __device__ __forceinline__ float cap() { return 1.f; }
   __device__ __forceinline__ float scaled_tanh(float s, float cap) const {
     return cap * tanh_approx(s * (raw.cap_exponent * (kLn2 / 2)));
   }
@@ -124,9 +126,9 @@ struct ScoreMods {
     return s;
   }
 
-  // Forward: the score with its terms, in the unit of q k^T, like `head`.
+  // Forward: the score with its terms, in the unit of Math, like `head`.
   __device__ __forceinline__ float forward(float s, const HeadTerms &head, float distance) const {
-    return add_offset(transform(s, math.raw.cap), head, distance);
+    return add_offset(transform(s, math.cap()), head, distance);
   }
   // Backward: the logit with its terms plus `offset` (-lse, the bias), in the unit of Math, like `head`. `derivative` becomes that of the logit
   // by the scaled score: dS of the scaled score is P (dP - delta) times it.
@@ -165,7 +167,7 @@ __device__ __forceinline__ void with_score_mods(const Problem &p, const Math &ma
 template <class Fragment, class Mods, typename Scores>
 __device__ __forceinline__ void transform_fragment(Scores &s, const Mods &mods) {
 #pragma unroll
-  for (int n = 0; n < Fragment::kElements; ++n) element(s, n) = mods.transform(element(s, n), mods.math.raw.cap);
+  for (int n = 0; n < Fragment::kElements; ++n) element(s, n) = mods.transform(element(s, n), mods.math.cap());
 }
 
 // Adds the offsets of row r. `distance`: of the row's query to the lane's first key (query + seqlen_k - seqlen_q - key0 - first_key).

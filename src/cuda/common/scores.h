@@ -145,17 +145,24 @@ inline float rescale_threshold(int p_exponent) {
   return std::min(kRescaleThreshold, static_cast<float>(kMaxPExponent - p_exponent));
 }
 
-// The unit of q k^T. Kernels that add terms to scores before scaling them divide the terms by softmax_scale, which enters with the exponential.
+// The unit of scores before the exponential, into which what makes them logits in base 2 enters. Kernels add terms in it.
 struct RawUnit {
-  float logit;         // 1 of a natural logit: 1 / softmax_scale
+  float logit;         // 1 of a natural logit
   float cap;           // softcap
   float factor;        // turns an element of Q K^T, or with softcap the tanh of it, into a logit in base 2
   float cap_exponent;  // turns an element x of Q K^T into the exponent of two of e^(2 x / cap)
 };
+// That of q k^T: 1 of a natural logit is 1 / softmax_scale.
 inline RawUnit raw_unit(const MaskedProblem &p) {
   const float scale = p.score_text.given ? 1.f : p.softmax_scale;  // the text gets scaled scores
   if (p.softcap == 0) return {1 / scale, 0, scale * kLog2e, 0};
   return {1 / scale, p.softcap / scale, p.softcap * kLog2e, 2 * kLog2e * scale / p.softcap};
+}
+// With softcap that of its tanh, so that no score is multiplied by the softcap apart from the exponential's factor.
+inline RawUnit tanh_unit(const MaskedProblem &p) {
+  RawUnit unit = raw_unit(p);
+  if (p.softcap > 0) unit.logit = 1 / p.softcap, unit.cap = 1;
+  return unit;
 }
 
 // What turns an element of q k^T into the argument of softcap's tanh.

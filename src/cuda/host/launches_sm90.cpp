@@ -211,7 +211,7 @@ fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const La
   params.k_whole_atoms = has_whole_atoms(p.k.dtype, p.head_dim);
   params.v_whole_atoms = has_whole_atoms(p.v.dtype, p.head_dim_v);
   params.limits = Diagonal<int32_t>::Limits(p.band);
-  params.raw = raw_unit(p);
+  params.raw = tanh_unit(p);
   params.order = TileOrder(plan.row_blocks, p.heads_q / plan.rows_per_token, p.batch, plan.heads_per_l2_group, plan.last_batch,
                            !params.limits.unlimited_right());
   params.group = Divisor(p.group);

@@ -120,7 +120,7 @@ class Consumer {
           softmax_.max[r] = at_.row(t, r) < t.seqlen_q ? -1e30f : 1e30f;
           softmax_.sum[r] = 0.f;
         }
-        if constexpr (C::kFp8) scale_ = score_scale<C>(p_, t);
+        if constexpr (C::kFp8) scale_ = score_scale<C>(a_, t);
         if constexpr (C::kHasMaxLogit) head_max_.begin();
         if constexpr (C::kHasDropout) dropout_.begin(t, smem_.dropout_tile(work_.stage()));
         skip_k(begin - window.skipped() + skipped_at_end_);
@@ -694,6 +694,7 @@ class Consumer {
   // product in a register through the loop were 1 % slower.
   __device__ __forceinline__ float scale() const {
     if constexpr (C::kHasScoreText && ScoreText::kScores) return kLog2e;  // a text returns natural logits
+    if constexpr (C::kHasScoreMod) return a_.raw.factor;
     return C::kFp8 ? scale_ : exponent_scale(p_);
   }
 

@@ -19,13 +19,14 @@
 
 namespace fa::cuda::sm90 {
 
-// The factor from S (in the unit of q k^T) to exponents of two. fp8: with the descales of q and k. A masked score is -inf, which must not be
+// The factor from scores (in RawUnit) to exponents of two. fp8: with the descales of q and k. A masked score is -inf, which must not be
 // multiplied by 0 or NaN: for such descales the factor is tiny, and the epilogue puts NaN where it belongs.
 template <class C, class WorkTile>
-__device__ __forceinline__ float score_scale(const Problem &p, const WorkTile &t) {
+__device__ __forceinline__ float score_scale(const ForwardParams &a, const WorkTile &t) {
   if constexpr (C::kHasScoreText && ScoreText::kScores) return kLog2e;
-  if constexpr (!C::kFp8) return exponent_scale(p);
-  const float x = t.qk_descale * p.softmax_scale * kLog2e;
+  if constexpr (C::kHasScoreMod) return a.raw.factor;
+  if constexpr (!C::kFp8) return exponent_scale(a.problem);
+  const float x = t.qk_descale * a.problem.softmax_scale * kLog2e;
   return x > 0.f ? x : 1e-30f;
 }
 
@@ -262,7 +263,7 @@ class Recompute {
       });
     }
     if constexpr (kHasBias) score = fmaf(bias, a_.raw.logit, score);
-    return score * score_scale<C>(p_, t);
+    return score * score_scale<C>(a_, t);
   }
 
   // The row of a key of the work tile's sequence in K or V.

@@ -322,7 +322,7 @@ class ForwardWide {
     softmax.reset();
     KPipeline pipe;
     PPipeline p_pipe;
-    float scale = exponent_scale(p_);
+    float scale = C::kScored ? a_.raw.factor : exponent_scale(p_);
     if constexpr (C::kPaged && !C::kScored) {
       const float descale = fabsf(head_descale(a_.k_descale, batch_, head_k_));  // the copy of K has the sign
       scale *= descale == 0.f ? 1e-30f : descale;                                // times 0 a masked score would be NaN
