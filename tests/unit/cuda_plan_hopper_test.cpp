@@ -29,7 +29,7 @@ TEST(CudaPlanHopper, ScoreTexts) {
     const BackwardProblem b = backward_of(p);
     return std::pair(kernel_name(p, forward_plan(p, device)), kernel_name(b, backward_plan(b, device)));
   };
-  EXPECT_EQ(names(scored(64)), std::pair(std::string("sm90_fwd_bf16_d64d"), std::string("sm90_bwd_bf16_d64g")));
+  EXPECT_EQ(names(scored(64)), std::pair(std::string("sm90_fwd_bf16_d64r"), std::string("sm90_bwd_bf16_d64g")));
   EXPECT_EQ(names(scored(128)), std::pair(std::string("sm90_fwd_bf16_d128g"), std::string("sm90_bwd_bf16_d128g")));
   EXPECT_EQ(names(scored(256)), std::pair(std::string("sm90_fwd_bf16_d256g"), std::string("sm90_bwd_bf16_d256g")));
   EXPECT_EQ(names(scored(512)), std::pair(std::string("simt_fwd_bf16_d512"), std::string("simt_bwd_bf16_d512")));

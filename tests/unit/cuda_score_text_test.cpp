@@ -68,7 +68,7 @@ class ScorePrograms : public ::testing::Test {
     program.family = Family::sm90;
     program.dtype = Dtype::bf16;
     for (const KernelRow &row : kernels_of(Family::sm90, Pass::forward)) {
-      if (std::string(row.name) == "d64d") program.shape = row.shape;
+      if (std::string(row.name) == "d64r") program.shape = row.shape;
     }
     return program;
   }

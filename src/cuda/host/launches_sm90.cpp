@@ -196,8 +196,8 @@ fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const La
     if (shape.packs_heads())
       return describe_pages(memory.driver, name, p, tensor, columns, box_atoms * 64, box_keys, map, error);
     if (shape.pages) return describe_kv(memory.driver, name, p, tensor, columns, 64, box_keys, map, error);
-    return describe_rows(memory.driver, name, tensor, p.k_lengths, p.batch, p.heads_k, columns, box_atoms, shape.kv_tile, map,
-                         error);
+    return describe_rows(memory.driver, name, tensor, p.k_lengths, p.batch, p.heads_k, columns, box_atoms,
+                         memory.score_text != nullptr ? shape.score_text_kv_tile() : shape.kv_tile, map, error);
   };
   FA_RETURN_IF_ERROR(describe("k", p.k, p.head_dim, shape.k_box_atoms, params.k_map));
   if (shape.fp8) {

@@ -15,8 +15,8 @@ constexpr const char *kHopperForward = R"(
 #include "cuda/kernels/fwd_sm90/forward.cuh"
 namespace fa::cuda::sm90 {
 constexpr ForwardShape kShape = kForwardShapes[FA_SHAPE];
-using Config = ForwardConfig<FA_ELEMENT, FA_ELEMENT, kShape.head_dim, kShape.head_dim_v, kShape.groups, kShape.kv_tile, kShape.q_stages,
-                             kShape.stages, kShape.out_atoms, kShape.blocks_at_once(), with_score_text(kShape.scores)>;
+using Config = ForwardConfig<FA_ELEMENT, FA_ELEMENT, kShape.head_dim, kShape.head_dim_v, kShape.groups, kShape.score_text_kv_tile(),
+                             kShape.q_stages, kShape.stages, kShape.out_atoms, kShape.blocks_at_once(), with_score_text(kShape.scores)>;
 static_assert(sizeof(Config::Storage) == kShape.score_text_storage_bytes);
 extern "C" __global__ void __launch_bounds__(Config::kThreads, Config::kCtasPerSm)
     score_text_kernel(const __grid_constant__ ScoreTextParams<ForwardParams> a) {

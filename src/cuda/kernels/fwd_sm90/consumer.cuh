@@ -833,7 +833,7 @@ class Consumer {
       } else {
         fa::cuda::convert_p<Element>(s_, n, p_operand_[n]);
         if constexpr (C::kHasDropout) {
-          if (dropout_.drops()) dropout_.drop(p_operand_[n], n, a_.kept_halves);
+          if (n % 2 == 1 && dropout_.drops()) dropout_.drop(p_operand_[n - 1], p_operand_[n], n / 2, a_.kept_halves);
         }
       }
     }

@@ -25,17 +25,16 @@ class DropoutBits {
   __device__ __forceinline__ void draw(const WorkTile &t, uint32_t key_and_head, int key0) {
     draw(kHoldsTile ? tile_ : make_tile(t, key_and_head), key0);
   }
-  // Zeroes the dropped elements of P of keys 16 n .. 16 n + 15, converted already. n ascends.
-  __device__ __forceinline__ void drop(uint32_t (&a)[4], int n, const KeptHalves &halves) {
+  // Zeroes the dropped elements of P of keys 32 n .. 32 n + 31, converted already: a of the first 16 and b of the others.
+  __device__ __forceinline__ void drop(uint32_t (&a)[4], uint32_t (&b)[4], int n, const KeptHalves &halves) const {
     const bool odd = owns_odd_rows(at_.lane);
     // From the own word in bytes 0 to 3 and the received one in bytes 4 to 7; those of odd rows are rotated.
-    const uint32_t select = n % 2 == 0 ? (odd ? 0x6547 : 0x3210) : (odd ? 0x2103 : 0x7654);
+    const uint32_t of_a = odd ? 0x6547 : 0x3210, of_b = odd ? 0x2103 : 0x7654;
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
-      const int w = 2 * (r % 2) + r / 2;
-      const uint32_t own = random_[n / 2].word[w];
-      if (n % 2 == 0) received_[w] = __shfl_xor_sync(~0u, own, 4);
-      a[r] &= halves.of(__byte_perm(own, received_[w], select));
+      const uint32_t own = random_[n].word[2 * (r % 2) + r / 2], received = __shfl_xor_sync(~0u, own, 4);
+      a[r] &= halves.of(__byte_perm(own, received, of_a));
+      b[r] &= halves.of(__byte_perm(own, received, of_b));
     }
   }
 
@@ -57,7 +56,6 @@ class DropoutBits {
   const ConsumerThread at_;
   DropoutTile tile_;
   Philox4 random_[kCalls];
-  uint32_t received_[4];
 };
 
 }  // namespace fa::cuda::sm90

@@ -24,6 +24,11 @@ constexpr bool skips_left_padding(int32_t groups, bool fp8, ScoreSet scores) {
 // Which lines are forward_wide.cuh.
 constexpr bool is_wide(int32_t q_stages) { return q_stages == 0; }
 
+// At head_dim 64 three consumer warpgroups with KV tiles of 128 keys have no registers for a score text.
+constexpr int32_t score_text_kv_tile(int32_t head_dim, int32_t groups, int32_t kv_tile) {
+  return head_dim == 64 && groups == 3 && kv_tile > 96 ? 96 : kv_tile;
+}
+
 struct ForwardShape {
   const char *name;
   int32_t head_dim;    // bucket of q and k
@@ -48,8 +53,9 @@ struct ForwardShape {
   constexpr bool wide() const { return is_wide(q_stages); }
   // Kernels of wide heads for pages: query heads that share keys are rows of one work tile, the keys may be split, and contiguous keys are a page.
   constexpr bool packs_heads() const { return pages && wide(); }
-  // Whether a kernel with a score text can be made of it, at run time. At head_dim 64 three consumer warpgroups with KV tiles of 128 keys have no registers
-  // for a text: there it is the line for dropout.
+  // Keys per KV tile of a kernel with a score text.
+  constexpr int32_t score_text_kv_tile() const { return sm90::score_text_kv_tile(head_dim, groups, kv_tile); }
+  // Whether a kernel with a score text can be made of it, at run time. At head_dim 64 it is the line for dropout.
   constexpr bool takes_score_text() const {
     const bool takes_scores = head_dim == 64 ? scores == kDropout : (scores & kSoftcap) != 0;
     return !fp8 && !same_bits && !pages && !takes_mixtures(scores) && head_dim <= 256 &&
@@ -102,7 +108,7 @@ struct ForwardShape {
   X(d64l, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kAlibi, false, false, false) \
   X(d64g, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, false) \
   X(d64gp, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, true) \
-  X(d64d, 64, 64, 3, 96, 2, 3, 1, kAnyLength, kAnyLength, kDropout, false, false, false) \
+  X(d64r, 64, 64, 3, 128, 2, 3, 1, kAnyLength, kAnyLength, kDropout, false, false, false) \
   X(d128l, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kAlibi, false, false, false) \
   X(d128g, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, false) \
   X(d128gp, 128, 128, 3, 64, 1, 4, 2, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, true) \
@@ -188,7 +194,8 @@ constexpr bool has_workspace_total() {
 #define FA_SM90_SHAPE(name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits, pages) \
   {#name, head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, max_queries, max_causal, scores, fp8, same_bits, pages,                   \
    forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores, same_bits, pages>(),                          \
-   forward_storage_bytes<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, with_score_text(scores), same_bits, pages>(),         \
+   forward_storage_bytes<head_dim, head_dim_v, groups, score_text_kv_tile(head_dim, groups, kv_tile), q_stages, stages, out_atoms, fp8,                 \
+                         with_score_text(scores), same_bits, pages>(),                                                                                  \
    kv_box_atoms<head_dim, head_dim_v, q_stages, fp8, pages>().k, kv_box_atoms<head_dim, head_dim_v, q_stages, fp8, pages>().v,                          \
    v_part_keys<head_dim, q_stages, kv_tile, pages>(),                                                                                                   \
    has_workspace_total<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, scores, same_bits, pages>()},
