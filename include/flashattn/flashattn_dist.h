@@ -153,6 +153,8 @@ typedef struct fa_dist_piece {
  * - ::FA_DIST_ALL_TO_ALL: documents are cut over all ranks.
  * - A causal document is cut zigzag: each of its m ranks gets chunk r and chunk 2m - 1 - r. Other documents, and those whose
  *   window is shorter than a rank's share, are cut into one chunk for each rank.
+ * - If every length is a multiple of 16, and the total a multiple of 16 num_ranks and at least 1024 num_ranks, documents are cut at
+ *   multiples of 16 only, which dropout needs.
  * - In a rank's tensors whole documents come first, by number, then the pieces of cut documents by number and row.
  *
  * @param problem The problem.
