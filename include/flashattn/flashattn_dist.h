@@ -430,8 +430,9 @@ FA_API fa_status fa_dist_prepare(fa_dist dist, fa_dist_layout layout, const fa_a
  * row for each document of the plan.
  *
  * These fields are refused with ::FA_ERROR_UNSUPPORTED: `bias`, `block_mask`, `block_counts`, `element_mask`, `slices`,
- * `seqstart_k`, `page_table`, `max_logit`, fp8 and int8. Where a document is cut, so are `dropout_p`, and `alibi_slopes` with ::FA_DIST_RING, and with
- * ::FA_DIST_GATHER if a query sees keys after it.
+ * `seqstart_k`, `page_table`, `max_logit`, fp8 and int8. Where a document is cut, so are `alibi_slopes` with ::FA_DIST_RING, and with
+ * ::FA_DIST_GATHER if a query sees keys after it, and `dropout_p` with both if some document is cut at a row that is no multiple of 16.
+ * Dropout drops the same elements as on one rank.
  *
  * A call that refuses its arguments (1xx, 2xx) has sent nothing; the other ranks then wait until their time-out or
  * fa_dist_abort(). Any later failure aborts a transport of the caller's, so that the other ranks fail too; with NCCL that is the

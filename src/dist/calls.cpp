@@ -3,9 +3,14 @@
 
 #include <algorithm>
 
+#include "dist/pieces.h"
+
 namespace fa::dist {
 
-fa_status set_documents(Session &session, const WholeDocuments &documents, int64_t rows, MaskedProblem &call) {
+namespace {
+
+// Makes `documents` those of a call.
+fa_status set_documents(Session &session, const WholeDocuments &documents, MaskedProblem &call) {
   std::vector<int64_t> offsets = documents.offsets;
   // Documents without rows here cost kernels time, but dropout and slopes for each document count them.
   if (call.dropout.threshold == 0 && call.alibi_batch_stride == 0) {
@@ -17,10 +22,20 @@ fa_status set_documents(Session &session, const WholeDocuments &documents, int64
   for (Lengths *lengths : {&call.q_lengths, &call.k_lengths}) {
     lengths->cu = placed;
     lengths->max_len = documents.longest;
-    lengths->total = rows;
   }
   return FA_OK;
 }
+
+// Dropout numbers the heads of a call as if a document had no others.
+bool one_by_one(const WholeDocuments &documents, const MaskedProblem &packed) {
+  return packed.dropout.threshold > 0 && packed.heads_q != documents.heads;
+}
+
+MaskedProblem document_of(const MaskedProblem &packed, const AttendCall &a) {
+  return problem_of(packed, Stage{0, packed.heads_k, 0}, a, from_row(packed.k, a.local_row), from_row(packed.v, a.local_row));
+}
+
+}  // namespace
 
 SinkGradient::SinkGradient(Session &session, const BackwardProblem &local)
     : session_(session), local_(local), heads_(local.forward.heads_q) {
@@ -60,18 +75,44 @@ fa_status SinkGradient::finish() {
   return session_.sum(all_, session_.num_ranks(), heads_, local_.dsink, local_.dsink_stride);
 }
 
+fa_status run_documents(Session &session, const WholeDocuments &documents, const ForwardProblem &packed) {
+  ForwardProblem call = packed;
+  if (!one_by_one(documents, packed)) {
+    FA_RETURN_IF_ERROR(set_documents(session, documents, call));
+    return session.run(call);
+  }
+  for (const AttendCall &a : calls_of(documents, packed.band)) {
+    static_cast<MaskedProblem &>(call) = document_of(packed, a);
+    FA_RETURN_IF_ERROR(session.run(call));
+  }
+  return FA_OK;
+}
+
+fa_status run_documents(Session &session, const WholeDocuments &documents, const BackwardProblem &packed, int64_t head,
+                        SinkGradient &dsink) {
+  BackwardProblem call = packed;
+  if (!one_by_one(documents, packed.forward)) {
+    FA_RETURN_IF_ERROR(set_documents(session, documents, call.forward));
+    return dsink.run(call, head, true);
+  }
+  for (const AttendCall &a : calls_of(documents, packed.forward.band)) {
+    call.forward = document_of(packed.forward, a);
+    call.dout = from_row(packed.dout, a.local_row);
+    call.dlse = from_row(packed.dlse, a.local_row);
+    call.dq = from_row(packed.dq, a.local_row);
+    call.dk = from_row(packed.dk, a.local_row);
+    call.dv = from_row(packed.dv, a.local_row);
+    FA_RETURN_IF_ERROR(dsink.run(call, head, true));
+  }
+  return FA_OK;
+}
+
 fa_status run_whole(Session &session, const Schedule &schedule, const ForwardProblem &local, int32_t n) {
-  if (schedule.whole[n].longest == 0) return FA_OK;
-  ForwardProblem whole = local;
-  FA_RETURN_IF_ERROR(set_documents(session, schedule.whole[n], local.q_lengths.total, whole));
-  return session.run(whole);
+  return schedule.whole[n].longest > 0 ? run_documents(session, schedule.whole[n], local) : FA_OK;
 }
 
 fa_status run_whole(Session &session, const Schedule &schedule, const BackwardProblem &local, int32_t n, SinkGradient &dsink) {
-  if (schedule.whole[n].longest == 0) return FA_OK;
-  BackwardProblem whole = local;
-  FA_RETURN_IF_ERROR(set_documents(session, schedule.whole[n], local.forward.q_lengths.total, whole.forward));
-  return dsink.run(whole, 0, true);
+  return schedule.whole[n].longest > 0 ? run_documents(session, schedule.whole[n], local, 0, dsink) : FA_OK;
 }
 
 }  // namespace fa::dist

@@ -30,11 +30,13 @@ class SinkGradient {
   double *all_ = nullptr;   // (ranks, heads_q)
 };
 
+// `documents`, which are rows of the packed tensors of `packed`. In backward its first query head is head `head` of this rank's.
+fa_status run_documents(Session &session, const WholeDocuments &documents, const ForwardProblem &packed);
+fa_status run_documents(Session &session, const WholeDocuments &documents, const BackwardProblem &packed, int64_t head,
+                        SinkGradient &dsink);
+
 // The whole documents of stage n, if there are any.
 fa_status run_whole(Session &session, const Schedule &schedule, const ForwardProblem &local, int32_t n);
 fa_status run_whole(Session &session, const Schedule &schedule, const BackwardProblem &local, int32_t n, SinkGradient &dsink);
-
-// Makes `documents`, which are in `rows` rows of a packed tensor, those of a call.
-fa_status set_documents(Session &session, const WholeDocuments &documents, int64_t rows, MaskedProblem &call);
 
 }  // namespace fa::dist

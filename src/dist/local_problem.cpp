@@ -125,16 +125,18 @@ class Reader {
     return FA_OK;
   }
 
-  // Kernels count the rows and keys of a piece from 0. Bands can make up for that; dropout cannot, and ALiBi only where a piece
+  // Kernels count the rows and keys of a piece from 0. Bands make up for that, and dropout by blocks of rows; ALiBi only where a piece
   // ends with its last query.
   fa_status cut_documents() {
     if (l_.cut.empty()) return FA_OK;
     const int64_t document = l_.cut.front().document;
-    if (a_.dropout_p > 0) {
-      return fail(error_, FA_ERROR_UNSUPPORTED,
-                  "dropout_p is %g and document %" PRId64
-                  " is cut over ranks; kernels cannot yet number the rows of a piece as the document does",
-                  double{a_.dropout_p}, document);
+    for (const fa_dist_piece &p : l_.cut) {  // of all ranks, so that all refuse
+      if (a_.dropout_p > 0 && !l_.by_heads() && p.row_begin % kBlockRows != 0) {
+        return fail(error_, FA_ERROR_UNSUPPORTED,
+                    "dropout_p is %g and document %" PRId64 " is cut at row %" PRId64
+                    "; with dropout documents are cut at multiples of %" PRId64 ", or the way is FA_DIST_ALL_TO_ALL",
+                    double{a_.dropout_p}, p.document, p.row_begin, kBlockRows);
+      }
     }
     if (is_present(a_.alibi_slopes) && l_.way == FA_DIST_RING) {
       return fail(error_, FA_ERROR_UNSUPPORTED,

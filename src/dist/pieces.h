@@ -30,10 +30,12 @@ struct AttendCall : Attend {
 };
 
 std::vector<AttendCall> calls_of(const std::vector<Attend> &attends);
+// Documents whose queries and keys are the same rows, one by one.
+std::vector<AttendCall> calls_of(const WholeDocuments &documents, const Band &band);
 // The calls of every stage of FA_DIST_GATHER, whose stages see the same keys: the two pieces of a zigzag are two sequences of one call.
 // Each call ends with SMs that wait for its last work tiles, so that two calls take longer. The first piece is the later one of the
-// document, with the longer work tiles. No calls for other ways.
-fa_status join_calls(Session &session, const Schedule &schedule, std::vector<AttendCall> &calls);
+// document, with the longer work tiles. With dropout they stay two calls, as its first query is one of a call. No calls for other ways.
+fa_status join_calls(Session &session, const Schedule &schedule, const MaskedProblem &local, std::vector<AttendCall> &calls);
 
 // The problem of a call: the queries of `local` that it names, the heads of `stage`, and keys at `k` and `v`, rows of the stage's
 // buffers.

@@ -194,6 +194,35 @@ TEST(Query, NamesWhatIsRefused) {
   }
 }
 
+// Dropout needs cuts at blocks of the random bits. Every rank finds the same cut that is none, whoever has its rows.
+TEST(Query, NamesTheCutThatDropoutCannotHave) {
+  Case c = small_case("dist.dropout");
+  c.q.slots = c.k.slots = {32, 96};
+  c.heads_q = c.heads_k = 3;
+  c.dropout = 0.5;
+  c.sink = 0;
+  const Data data = parity::make_data(c, nullptr, false);
+  const struct {
+    fa_dist_way way;
+    uint32_t flags;
+    const char *text;
+  } cases[] = {{FA_DIST_GATHER, 0, "dropout_p is 0.5 and document 0 is cut at row 5;"},
+               {FA_DIST_RING, FA_DIST_CONTIGUOUS, "dropout_p is 0.5 and document 1 is cut at row 10;"},
+               {FA_DIST_ALL_TO_ALL, 0, ""}};
+  for (const auto &one : cases) {
+    Cut cut = cut_over(3, one.way);
+    cut.flags = one.flags;
+    Network network(3, 1);
+    const Outcome outcome = run_ranks(data, cut, network, kSoon);
+    for (size_t r = 0; r < 3; ++r) {
+      const bool works = one.way == FA_DIST_ALL_TO_ALL;
+      EXPECT_EQ(outcome.statuses[r], works ? FA_OK : FA_ERROR_UNSUPPORTED) << outcome.errors[r];
+      EXPECT_NE(outcome.errors[r].find(one.text), std::string::npos) << outcome.errors[r];
+      EXPECT_EQ(outcome.health[r], FA_OK);
+    }
+  }
+}
+
 // The transport of one rank fails at its n-th call, for every n: every rank returns, and the failing one says so from then on.
 TEST(Transport, MayFailAtAnyCall) {
   Case c = small_case("dist.fail");

@@ -214,6 +214,7 @@ void RankCall::run_all() {
 
 struct OneRank::Tensors : LocalTensors {
   using LocalTensors::LocalTensors;
+  std::unique_ptr<parity::Buffer> dropout;  // seed and offset, where they are given by pointer
 };
 
 OneRank::OneRank(const parity::Data &data, const Cut &cut, fa_dist_layout layout, int32_t rank,
@@ -230,8 +231,17 @@ OneRank::OneRank(const parity::Data &data, const Cut &cut, fa_dist_layout layout
   call.own_workspace = cut.own_workspace;
   call.attention = data.options();
   call.attention.max_seqlen_q = call.attention.max_seqlen_k = 0;
-  call.attention.dropout_seed = static_cast<uint64_t>(data.problem.dropout_seed);
-  call.attention.dropout_offset = static_cast<uint64_t>(data.problem.dropout_offset);
+  const uint64_t dropout[] = {static_cast<uint64_t>(data.problem.dropout_seed),
+                              static_cast<uint64_t>(data.problem.dropout_offset)};
+  if (data.problem.dropout_by_pointer) {
+    tensors->dropout = std::make_unique<parity::Buffer>(*call.backend, sizeof dropout);
+    call.backend->upload(tensors->dropout->get(), dropout, sizeof dropout);
+    call.attention.dropout_seed_ptr = reinterpret_cast<const uint64_t *>(tensors->dropout->get());
+    call.attention.dropout_offset_ptr = call.attention.dropout_seed_ptr + 1;
+  } else {
+    call.attention.dropout_seed = dropout[0];
+    call.attention.dropout_offset = dropout[1];
+  }
   fa_gradients_init(&call.gradients, sizeof call.gradients);
   for (int n = 0; n < parity::kNumRoles; ++n) {
     const Role role = static_cast<Role>(n);
