@@ -203,6 +203,7 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
   KeyGradient dk(session, schedule, local.dk, local.forward.head_dim),
       dv(session, schedule, local.dv, local.forward.head_dim_v);
   QueryGradient dq(session, schedule, local);
+  BiasGradient dbias(session, schedule, local);
   FA_RETURN_IF_ERROR(dq.begin());
 
   const bool ahead = session.most_ahead() > 1;  // exchanges are enqueued
@@ -240,6 +241,7 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
   // The keys of two stages are on their way before any kernel, as in forward.
   const int32_t first_posts = ahead && stages > 1 ? 2 : 1;
   for (int32_t n = 0; n < std::min(first_posts, stages); ++n) FA_RETURN_IF_ERROR(post(n));
+  FA_RETURN_IF_ERROR(dbias.begin());
   std::vector<AttendCall> joined;
   FA_RETURN_IF_ERROR(join_calls(session, schedule, local.forward, joined));
   for (int32_t n = 0; n < std::max(stages, 1); ++n) {
@@ -275,6 +277,7 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
       piece.dq = dq.piece(stage, a);
       piece.dk = dk.piece(n, a);
       piece.dv = dv.piece(n, a);
+      dbias.set(a, head, piece);
       BackwardSteps steps;
       steps.before_keys = [&] { return waits_inside && c == 0 ? start() : FA_OK; };
       // The messages of the last stage start before dq is converted.

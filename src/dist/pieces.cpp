@@ -23,6 +23,15 @@ RowScalar from_row(const RowScalar &scalar, int64_t row, int64_t head) {
   return result;
 }
 
+ScoreTensor from_row(const ScoreTensor &tensor, int64_t row, int64_t head, int64_t key) {
+  ScoreTensor result = tensor;
+  result.batch_stride = 0;
+  if (tensor.data == nullptr) return result;
+  const int64_t elements = row * tensor.row_stride + head * tensor.head_stride + key * tensor.col_stride;
+  result.data = static_cast<char *>(tensor.data) + elements * dtype_bytes(tensor.dtype);
+  return result;
+}
+
 std::vector<AttendCall> calls_of(const std::vector<Attend> &attends) {
   std::vector<AttendCall> calls;
   for (const Attend &a : attends) calls.push_back({a});
@@ -45,8 +54,9 @@ std::vector<AttendCall> calls_of(const WholeDocuments &documents, const Band &ba
 
 fa_status join_calls(Session &session, const Schedule &schedule, const MaskedProblem &local, std::vector<AttendCall> &calls) {
   if (schedule.ring || schedule.keys.empty()) return FA_OK;
+  const bool apart = local.dropout.threshold > 0 || local.bias.data != nullptr;
   for (const AttendCall &next : calls_of(schedule.keys.front().attends)) {
-    AttendCall *last = calls.empty() || local.dropout.threshold > 0 ? nullptr : &calls.back();
+    AttendCall *last = calls.empty() || apart ? nullptr : &calls.back();
     if (last == nullptr || last->two() || last->document != next.document || last->rows != next.rows ||
         last->local_row + last->rows != next.local_row || last->slot_row != next.slot_row || last->keys < next.keys ||
         last->band.left != next.band.left || last->band.right != next.band.right || !last->first || !next.own) {
@@ -76,6 +86,7 @@ MaskedProblem problem_of(const MaskedProblem &local, const Stage &stage, const A
   p.k = k;
   p.v = v;
   p.band = a.band;
+  p.bias = from_row(local.bias, a.local_row, head, a.key);
   if (p.alibi_slopes != nullptr) p.alibi_slopes += a.document * local.alibi_batch_stride + head * local.alibi_head_stride;
   p.alibi_batch_stride = 0;
   if (p.sink != nullptr) p.sink += head * local.sink_stride;
