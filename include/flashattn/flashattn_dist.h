@@ -153,6 +153,8 @@ typedef struct fa_dist_piece {
  * - ::FA_DIST_ALL_TO_ALL: documents are cut over all ranks.
  * - A causal document is cut zigzag: each of its m ranks gets chunk r and chunk 2m - 1 - r. Other documents, and those whose
  *   window is shorter than a rank's share, are cut into one chunk for each rank.
+ * - If every length is a multiple of 16, and the total a multiple of 16 num_ranks and at least 1024 num_ranks, documents are cut at
+ *   multiples of 16 only, which dropout needs.
  * - In a rank's tensors whole documents come first, by number, then the pieces of cut documents by number and row.
  *
  * @param problem The problem.
@@ -427,9 +429,15 @@ FA_API fa_status fa_dist_prepare(fa_dist dist, fa_dist_layout layout, const fa_a
  * `seqused` and `max_seqlen` are absent or 0. `mask` and `window` are those of the plan. `alibi_slopes` with a dimension b has one
  * row for each document of the plan.
  *
- * These fields are refused with ::FA_ERROR_UNSUPPORTED: `bias`, `block_mask`, `block_counts`, `element_mask`, `slices`,
- * `seqstart_k`, `page_table`, `max_logit`, fp8 and int8. Where a document is cut, so are `dropout_p`, and `alibi_slopes` with ::FA_DIST_RING, and with
- * ::FA_DIST_GATHER if a query sees keys after it.
+ * `bias` is that of the rank's rows, (1, h_q or 1, n, m): columns of a row are the keys of its document, from key 0 on, and m is at least
+ * the length of the longest document of which the rank has rows. dtypes and strides are as for fa_forward().
+ *
+ * Dropout drops the same elements as on one rank.
+ *
+ * These fields are refused with ::FA_ERROR_UNSUPPORTED: `block_mask`, `block_counts`, `element_mask`, `slices`, `seqstart_k`,
+ * `page_table`, `max_logit`, fp8 and int8. Where a document is cut, so are `alibi_slopes` with ::FA_DIST_RING, and with
+ * ::FA_DIST_GATHER if a query sees keys after it; `dropout_p` with both if some document is cut at a row that is no multiple of 16;
+ * and `bias` with ::FA_DIST_ALL_TO_ALL.
  *
  * A call that refuses its arguments (1xx, 2xx) has sent nothing; the other ranks then wait until their time-out or
  * fa_dist_abort(). Any later failure aborts a transport of the caller's, so that the other ranks fail too; with NCCL that is the
@@ -451,7 +459,8 @@ FA_API fa_status fa_dist_forward(fa_dist dist, fa_dist_layout layout, const fa_a
  *
  * `out` and `lse` are results of fa_dist_forward(). Gradients of keys and values are summed in fp32, in an order that depends on
  * the layout only, and rounded once. `dsink` is summed over all ranks and is the same on each. The gradients that are asked for
- * are the same on every rank. `dbias` is refused.
+ * are the same on every rank. `dbias` is shaped as the rank's `bias`, with zeros behind the last key of a row's document. Of a bias of one
+ * head it is refused where a document is cut and ::FA_DIST_GATHER has stages of heads; the plan's `num_stages` 1 allows it.
  * @param dist The handle.
  * @param layout The layout.
  * @param attention The problem, as for fa_dist_forward().

@@ -85,14 +85,15 @@ RowScalar as_scalar(const Operand &operand) {
   return {static_cast<float *>(operand.data), 0, operand.head_stride, operand.seq_stride};
 }
 
-// The problem over the images of q, k and v.
-fa_status image_of(Session &session, const Schedule &schedule, int64_t heads_k, MaskedProblem &p) {
+// Makes `p` the problem over this rank's heads of all cut rows, all but its tensors.
+void set_image(const Session &session, const Schedule &schedule, int64_t heads_k, MaskedProblem &p) {
   const int64_t head = session.rank() * heads_k * p.group;
   p.heads_k = heads_k;
   p.heads_q = heads_k * p.group;
   if (p.alibi_slopes != nullptr) p.alibi_slopes += head * p.alibi_head_stride;
   if (p.sink != nullptr) p.sink += head * p.sink_stride;
-  return set_documents(session, schedule.all_cut_documents, schedule.all_cut_rows, p);
+  p.dropout.first_head = static_cast<uint32_t>(head);
+  p.q_lengths.total = p.k_lengths.total = schedule.all_cut_rows;
 }
 
 // What `post`, a function of ByHeads, adds for each of these, as one exchange.
@@ -114,13 +115,13 @@ fa_status forward_all_to_all(Session &session, const Schedule &schedule, const F
   FA_RETURN_IF_ERROR(run_whole(session, schedule, local, 0));
   FA_RETURN_IF_ERROR(session.wait());
   ForwardProblem p = local;
-  FA_RETURN_IF_ERROR(image_of(session, schedule, heads_k, p));
+  set_image(session, schedule, heads_k, p);
   p.q = q.image();
   p.k = k.image();
   p.v = v.image();
   p.out = out.image();
   p.lse = as_scalar(lse.image());
-  FA_RETURN_IF_ERROR(session.run(p));
+  FA_RETURN_IF_ERROR(run_documents(session, schedule.all_cut_documents, p));
   FA_RETURN_IF_ERROR(exchange(session, {&out, &lse}, &ByHeads::give_back));
   FA_RETURN_IF_ERROR(session.wait());
   for (ByHeads *x : {&out, &lse}) FA_RETURN_IF_ERROR(x->unpack());
@@ -139,7 +140,7 @@ fa_status backward_all_to_all(Session &session, const Schedule &schedule, const 
   FA_RETURN_IF_ERROR(run_whole(session, schedule, local, 0, dsink));
   FA_RETURN_IF_ERROR(session.wait());
   BackwardProblem p = local;
-  FA_RETURN_IF_ERROR(image_of(session, schedule, heads_k, p.forward));
+  set_image(session, schedule, heads_k, p.forward);
   p.forward.q = q.image();
   p.forward.k = k.image();
   p.forward.v = v.image();
@@ -150,7 +151,7 @@ fa_status backward_all_to_all(Session &session, const Schedule &schedule, const 
   p.dq = dq.image();
   p.dk = dk.image();
   p.dv = dv.image();
-  FA_RETURN_IF_ERROR(dsink.run(p, session.rank() * heads_q, true));
+  FA_RETURN_IF_ERROR(run_documents(session, schedule.all_cut_documents, p, session.rank() * heads_q, dsink));
   FA_RETURN_IF_ERROR(exchange(session, {&dq, &dk, &dv}, &ByHeads::give_back));
   FA_RETURN_IF_ERROR(session.wait());
   for (ByHeads *x : {&dq, &dk, &dv}) FA_RETURN_IF_ERROR(x->unpack());

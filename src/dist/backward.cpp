@@ -39,14 +39,15 @@ class KeyGradient {
 
   bool wanted() const { return to_.data != nullptr; }
 
-  // Slots that no call covers first begin as zeros.
+  // Slots that no call covers first begin as zeros, with their padding.
   fa_status begin(int32_t n) {
     if (!wanted()) return FA_OK;
     const StageKeys &keys = schedule_.keys[schedule_.stages[n].keys];
     for (const Slot &slot : keys.in.slots) {
       const bool covered = std::any_of(keys.attends.begin(), keys.attends.end(),
-                                       [&](const Attend &a) { return a.first && a.slot_row == slot.row; });
-      if (!covered) FA_RETURN_IF_ERROR(session_.zero(slot_row(n, slot.row), (slot.end - slot.begin) * row(n) * kFloatBytes));
+                                       [&](const Attend &a) { return a.first && a.slot_row == slot.row - slot.padding; });
+      const int64_t rows = slot.padding + slot.end - slot.begin;
+      if (!covered) FA_RETURN_IF_ERROR(session_.zero(slot_row(n, slot.row - slot.padding), rows * row(n) * kFloatBytes));
     }
     return FA_OK;
   }
@@ -202,6 +203,7 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
   KeyGradient dk(session, schedule, local.dk, local.forward.head_dim),
       dv(session, schedule, local.dv, local.forward.head_dim_v);
   QueryGradient dq(session, schedule, local);
+  BiasGradient dbias(session, schedule, local);
   FA_RETURN_IF_ERROR(dq.begin());
 
   const bool ahead = session.most_ahead() > 1;  // exchanges are enqueued
@@ -239,8 +241,9 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
   // The keys of two stages are on their way before any kernel, as in forward.
   const int32_t first_posts = ahead && stages > 1 ? 2 : 1;
   for (int32_t n = 0; n < std::min(first_posts, stages); ++n) FA_RETURN_IF_ERROR(post(n));
+  FA_RETURN_IF_ERROR(dbias.begin());
   std::vector<AttendCall> joined;
-  FA_RETURN_IF_ERROR(join_calls(session, schedule, joined));
+  FA_RETURN_IF_ERROR(join_calls(session, schedule, local.forward, joined));
   for (int32_t n = 0; n < std::max(stages, 1); ++n) {
     FA_RETURN_IF_ERROR(run_whole(session, schedule, local, n, dsink));
     if (stages == 0) break;
@@ -274,6 +277,7 @@ fa_status backward(Session &session, const Schedule &schedule, const BackwardPro
       piece.dq = dq.piece(stage, a);
       piece.dk = dk.piece(n, a);
       piece.dv = dv.piece(n, a);
+      dbias.set(a, head, piece);
       BackwardSteps steps;
       steps.before_keys = [&] { return waits_inside && c == 0 ? start() : FA_OK; };
       // The messages of the last stage start before dq is converted.

@@ -4,8 +4,10 @@
 #include <algorithm>
 
 namespace fa::dist {
+namespace {
 
-fa_status set_documents(Session &session, const WholeDocuments &documents, int64_t rows, MaskedProblem &call) {
+// Makes `documents` those of a call.
+fa_status set_documents(Session &session, const WholeDocuments &documents, MaskedProblem &call) {
   std::vector<int64_t> offsets = documents.offsets;
   // Documents without rows here cost kernels time, but dropout and slopes for each document count them.
   if (call.dropout.threshold == 0 && call.alibi_batch_stride == 0) {
@@ -17,10 +19,31 @@ fa_status set_documents(Session &session, const WholeDocuments &documents, int64
   for (Lengths *lengths : {&call.q_lengths, &call.k_lengths}) {
     lengths->cu = placed;
     lengths->max_len = documents.longest;
-    lengths->total = rows;
   }
   return FA_OK;
 }
+
+// A bias has the rank's rows one behind the other, where a packed call counts those of each document from the first one. Dropout numbers the heads of a
+// call as if a document had no others.
+bool one_by_one(const WholeDocuments &documents, const MaskedProblem &packed) {
+  return packed.bias.data != nullptr || (packed.dropout.threshold > 0 && packed.heads_q != documents.heads);
+}
+
+// The gradient of the bias of a call: `columns` of it, of which those behind the call's keys get zeros.
+void set_bias_gradient(const BackwardProblem &local, const AttendCall &a, int64_t head, int64_t columns,
+                       BackwardProblem &call) {
+  call.dbias = from_row(local.dbias, a.local_row, head, a.key);
+  call.dbias_rows = a.rows;
+  call.dbias_cols = columns;
+  call.dbias_sum_heads = local.dbias_sum_heads;
+  call.dbias_sum_batch = call.dbias_sum_rows = false;
+}
+
+MaskedProblem document_of(const MaskedProblem &packed, const AttendCall &a) {
+  return problem_of(packed, Stage{0, packed.heads_k, 0}, a, from_row(packed.k, a.local_row), from_row(packed.v, a.local_row));
+}
+
+}  // namespace
 
 SinkGradient::SinkGradient(Session &session, const BackwardProblem &local)
     : session_(session), local_(local), heads_(local.forward.heads_q) {
@@ -60,18 +83,71 @@ fa_status SinkGradient::finish() {
   return session_.sum(all_, session_.num_ranks(), heads_, local_.dsink, local_.dsink_stride);
 }
 
+fa_status BiasGradient::begin() {
+  const ScoreTensor &t = local_.dbias;
+  if (t.data == nullptr || !filled_) return FA_OK;
+  // One row of zeros for all rows and heads. Columns that do not lie side by side are copied as if they were heads.
+  const int64_t columns = local_.dbias_cols, heads = local_.dbias_sum_heads ? 1 : local_.forward.heads_q;
+  const Operand zeros{session_.take(columns, dtype_bytes(t.dtype)), t.dtype, 0, 0, 0};
+  FA_RETURN_IF_ERROR(session_.zero(zeros.data, columns * dtype_bytes(t.dtype)));
+  for (const CutRange &range : schedule_.cut) {
+    const ScoreTensor rows = from_row(t, range.local_row, 0, 0);
+    if (t.col_stride == 1 || columns == 1) {
+      const Operand to{rows.data, t.dtype, 0, t.row_stride, t.head_stride};
+      FA_RETURN_IF_ERROR(session_.copy({range.rows, heads, columns}, zeros, to));
+      continue;
+    }
+    for (int64_t head = 0; head < heads; ++head) {
+      const Operand to{from_row(rows, 0, head, 0).data, t.dtype, 0, t.row_stride, t.col_stride};
+      FA_RETURN_IF_ERROR(session_.copy({range.rows, columns, 1}, zeros, to));
+    }
+  }
+  return FA_OK;
+}
+
+void BiasGradient::set(const AttendCall &a, int64_t head, BackwardProblem &call) const {
+  set_bias_gradient(local_, a, head, filled_ ? a.keys : local_.dbias_cols, call);
+}
+
+fa_status run_documents(Session &session, const WholeDocuments &documents, const ForwardProblem &packed) {
+  ForwardProblem call = packed;
+  if (!one_by_one(documents, packed)) {
+    FA_RETURN_IF_ERROR(set_documents(session, documents, call));
+    return session.run(call);
+  }
+  for (const AttendCall &a : calls_of(documents, packed.band)) {
+    static_cast<MaskedProblem &>(call) = document_of(packed, a);
+    FA_RETURN_IF_ERROR(session.run(call));
+  }
+  return FA_OK;
+}
+
+fa_status run_documents(Session &session, const WholeDocuments &documents, const BackwardProblem &packed, int64_t head,
+                        SinkGradient &dsink) {
+  BackwardProblem call = packed;
+  if (!one_by_one(documents, packed.forward)) {
+    FA_RETURN_IF_ERROR(set_documents(session, documents, call.forward));
+    return dsink.run(call, head, true);
+  }
+  for (const AttendCall &a : calls_of(documents, packed.forward.band)) {
+    call.forward = document_of(packed.forward, a);
+    call.dout = from_row(packed.dout, a.local_row);
+    call.dlse = from_row(packed.dlse, a.local_row);
+    call.dq = from_row(packed.dq, a.local_row);
+    call.dk = from_row(packed.dk, a.local_row);
+    call.dv = from_row(packed.dv, a.local_row);
+    set_bias_gradient(packed, a, 0, packed.dbias_cols, call);
+    FA_RETURN_IF_ERROR(dsink.run(call, head, true));
+  }
+  return FA_OK;
+}
+
 fa_status run_whole(Session &session, const Schedule &schedule, const ForwardProblem &local, int32_t n) {
-  if (schedule.whole[n].longest == 0) return FA_OK;
-  ForwardProblem whole = local;
-  FA_RETURN_IF_ERROR(set_documents(session, schedule.whole[n], local.q_lengths.total, whole));
-  return session.run(whole);
+  return schedule.whole[n].longest > 0 ? run_documents(session, schedule.whole[n], local) : FA_OK;
 }
 
 fa_status run_whole(Session &session, const Schedule &schedule, const BackwardProblem &local, int32_t n, SinkGradient &dsink) {
-  if (schedule.whole[n].longest == 0) return FA_OK;
-  BackwardProblem whole = local;
-  FA_RETURN_IF_ERROR(set_documents(session, schedule.whole[n], local.forward.q_lengths.total, whole.forward));
-  return dsink.run(whole, 0, true);
+  return schedule.whole[n].longest > 0 ? run_documents(session, schedule.whole[n], local, 0, dsink) : FA_OK;
 }
 
 }  // namespace fa::dist

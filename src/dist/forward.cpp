@@ -106,7 +106,7 @@ fa_status forward(Session &session, const Schedule &schedule, const ForwardProbl
   };
   FA_RETURN_IF_ERROR(post(session.most_ahead()));
   std::vector<AttendCall> calls;
-  if (stages > 0) FA_RETURN_IF_ERROR(join_calls(session, schedule, calls));
+  if (stages > 0) FA_RETURN_IF_ERROR(join_calls(session, schedule, local, calls));
   for (int32_t n = 0; n < std::max(stages, 1); ++n) {
     FA_RETURN_IF_ERROR(run_whole(session, schedule, local, n));
     if (stages == 0) break;

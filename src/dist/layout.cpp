@@ -108,6 +108,10 @@ class Assignment {
  public:
   explicit Assignment(Layout &layout) : l_(layout), work_(layout.num_ranks, 0) {
     total_rows_ = std::accumulate(l_.lengths.begin(), l_.lengths.end(), int64_t{0});
+    const bool blocks = std::all_of(l_.lengths.begin(), l_.lengths.end(), [](int64_t n) { return n % kBlockRows == 0; });
+    if (blocks && total_rows_ % (kBlockRows * l_.num_ranks) == 0 && total_rows_ / l_.num_ranks >= kFewestBlockedRows) {
+      unit_ = kBlockRows;
+    }
   }
 
   void contiguous() {
@@ -215,7 +219,8 @@ class Assignment {
     std::vector<int64_t> shares(l_.num_ranks, 0);
     int64_t rest = l_.lengths[document];
     for (size_t n = 0; n < ranks.size(); ++n) {
-      const int64_t share = std::min(free_[ranks[n]], rest / static_cast<int64_t>(ranks.size() - n));
+      const int64_t mean = rest / static_cast<int64_t>(ranks.size() - n);
+      const int64_t share = std::min(free_[ranks[n]], (mean + unit_ - 1) / unit_ * unit_);
       shares[ranks[n]] = share;
       free_[ranks[n]] -= share;
       rest -= share;
@@ -228,14 +233,18 @@ class Assignment {
       add(document, {row, row + rows}, rank);
       row += rows;
     };
-    for (const int32_t r : ranks) chunk(r, zigzag ? shares[r] / 2 : shares[r]);
+    const auto half = [&](int32_t rank) { return (shares[rank] / 2 + unit_ / 2) / unit_ * unit_; };
+    for (const int32_t r : ranks) chunk(r, zigzag ? half(r) : shares[r]);
     if (!zigzag) return;
     std::reverse(ranks.begin(), ranks.end());
-    for (const int32_t r : ranks) chunk(r, shares[r] - shares[r] / 2);
+    for (const int32_t r : ranks) chunk(r, shares[r] - half(r));
   }
 
   Layout &l_;
   int64_t total_rows_ = 0;
+  // Documents are cut at multiples of this: blocks, if these fit the documents and the ranks, and a block is little of a rank's rows.
+  static constexpr int64_t kFewestBlockedRows = 64 * kBlockRows;
+  int64_t unit_ = 1;
   int64_t mean_work_ = 0, most_work_ = 0;  // of a rank
   std::vector<int64_t> work_, free_;
 };

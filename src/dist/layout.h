@@ -16,6 +16,8 @@ namespace fa::dist {
 
 constexpr int64_t kMaxRows = INT32_MAX;  // of all documents: visible pairs of all of them then fit in 64 bits
 constexpr int32_t kMaxRanks = 1024;
+// The rows of a document at which queries and keys of a call with dropout may begin: multiples of this (core/philox.h).
+constexpr int64_t kBlockRows = 16;
 
 struct Layout {
   int64_t heads_q = 0, heads_k = 0, head_dim = 0, head_dim_v = 0;

@@ -37,7 +37,12 @@ class Reader {
     FA_RETURN_IF_ERROR(mask());
     FA_RETURN_IF_ERROR(shapes());
     FA_RETURN_IF_ERROR(cut_documents());
+    FA_RETURN_IF_ERROR(bias());
     packed = a_;
+    if (is_present(a_.bias)) {  // normalise() expects a bias of these sizes
+      packed.max_seqlen_q = a_.bias.shape[2];
+      packed.max_seqlen_k = a_.bias.shape[3];
+    }
     fa_tensor offsets{};
     const std::vector<int64_t> &first = schedule_.whole.front().offsets;
     offsets.data = const_cast<int64_t *>(first.data());
@@ -46,7 +51,8 @@ class Reader {
     offsets.shape[0] = static_cast<int64_t>(first.size());
     offsets.stride[0] = 1;
     packed.cu_seqlens_q = packed.cu_seqlens_k = offsets;
-    give_addresses(packed, {&fa_attention::q, &fa_attention::k, &fa_attention::v, &fa_attention::out, &fa_attention::lse});
+    give_addresses(packed, {&fa_attention::q, &fa_attention::k, &fa_attention::v, &fa_attention::out, &fa_attention::lse,
+                            &fa_attention::bias});
     return FA_OK;
   }
 
@@ -60,13 +66,10 @@ class Reader {
                     {"cu_seqlens_k", a_.cu_seqlens_k},
                     {"seqused_q", a_.seqused_q},
                     {"seqused_k", a_.seqused_k}},
-      unsupported[] = {{"page_table", a_.page_table},     {"bias", a_.bias},
-                       {"block_mask", a_.block_mask},     {"element_mask", a_.element_mask},
-                       {"seqstart_k", a_.seqstart_k},     {"slices", a_.slices},
-                       {"block_counts", a_.block_counts}, {"block_indices", a_.block_indices},
-                       {"max_logit", a_.max_logit},       {"q_descale", a_.q_descale},
-                       {"k_descale", a_.k_descale},       {"v_descale", a_.v_descale},
-                       {"kv_indices", a_.kv_indices}};
+      unsupported[] = {{"page_table", a_.page_table},       {"block_mask", a_.block_mask}, {"element_mask", a_.element_mask},
+                       {"seqstart_k", a_.seqstart_k},       {"slices", a_.slices},         {"block_counts", a_.block_counts},
+                       {"block_indices", a_.block_indices}, {"max_logit", a_.max_logit},   {"q_descale", a_.q_descale},
+                       {"k_descale", a_.k_descale},         {"v_descale", a_.v_descale},   {"kv_indices", a_.kv_indices}};
     for (const auto &field : replaced) {
       if (is_present(field.tensor)) {
         return fail(error_, FA_ERROR_INVALID_ARGUMENT, "%s is given; the layout says how long the documents are", field.name);
@@ -125,16 +128,18 @@ class Reader {
     return FA_OK;
   }
 
-  // Kernels count the rows and keys of a piece from 0. Bands can make up for that; dropout cannot, and ALiBi only where a piece
+  // Kernels count the rows and keys of a piece from 0. Bands make up for that, and dropout by blocks of rows; ALiBi only where a piece
   // ends with its last query.
   fa_status cut_documents() {
     if (l_.cut.empty()) return FA_OK;
     const int64_t document = l_.cut.front().document;
-    if (a_.dropout_p > 0) {
-      return fail(error_, FA_ERROR_UNSUPPORTED,
-                  "dropout_p is %g and document %" PRId64
-                  " is cut over ranks; kernels cannot yet number the rows of a piece as the document does",
-                  double{a_.dropout_p}, document);
+    for (const fa_dist_piece &p : l_.cut) {  // of all ranks, so that all refuse
+      if (a_.dropout_p > 0 && !l_.by_heads() && p.row_begin % kBlockRows != 0) {
+        return fail(error_, FA_ERROR_UNSUPPORTED,
+                    "dropout_p is %g and document %" PRId64 " is cut at row %" PRId64
+                    "; with dropout documents are cut at multiples of %" PRId64 ", or the way is FA_DIST_ALL_TO_ALL",
+                    double{a_.dropout_p}, p.document, p.row_begin, kBlockRows);
+      }
     }
     if (is_present(a_.alibi_slopes) && l_.way == FA_DIST_RING) {
       return fail(error_, FA_ERROR_UNSUPPORTED,
@@ -148,6 +153,34 @@ class Reader {
           "alibi_slopes is given, document %" PRId64
           " is cut over ranks, and queries see keys after them; FA_DIST_GATHER needs a causal mask or window_right 0 for this",
           document);
+    }
+    return FA_OK;
+  }
+
+  fa_status bias() {
+    const fa_tensor &t = a_.bias;
+    if (!is_present(t)) return FA_OK;
+    const NamedTensor named{"bias", t};
+    FA_RETURN_IF_ERROR(check_memory(named, Role::input, error_));
+    FA_RETURN_IF_ERROR(check_ndim(named, 4, "(1, heads_q or 1, rows of the rank, keys of a document)", error_));
+    FA_RETURN_IF_ERROR(check_shape(named,
+                                   {{1, "each row has a bias of its own"},
+                                    {l_.heads_q, "heads_q", true},
+                                    {l_.rows(rank_), "rows of this rank in the layout"},
+                                    {t.shape[3], "keys"}},
+                                   error_));
+    for (size_t n = l_.piece_begin[rank_]; n < l_.piece_begin[rank_ + 1]; ++n) {
+      const int64_t document = l_.pieces[n].document;
+      if (t.shape[3] >= l_.lengths[document]) continue;
+      return fail(error_, FA_ERROR_SHAPE,
+                  "bias.shape[3] is %" PRId64 "; it must be at least %" PRId64 " (keys of document %" PRId64 ")", t.shape[3],
+                  l_.lengths[document], document);
+    }
+    if (l_.by_heads() && !l_.cut.empty()) {
+      return fail(error_, FA_ERROR_UNSUPPORTED,
+                  "bias is given, document %" PRId64
+                  " is cut over ranks, and the way is FA_DIST_ALL_TO_ALL, where ranks compute rows that they have no bias of",
+                  l_.cut.front().document);
     }
     return FA_OK;
   }
@@ -186,11 +219,16 @@ fa_status read_local(const Layout &layout, const Schedule &schedule, int32_t ran
                      const fa_gradients &gradients, BackwardProblem &problem, Pointers &pointers, ErrorText &error) {
   fa_attention packed;
   FA_RETURN_IF_ERROR(Reader(layout, schedule, rank, attention, error).read(packed));
-  if (is_present(gradients.dbias)) {
-    return fail(error, FA_ERROR_UNSUPPORTED, "dbias is given; context parallelism does not support it yet");
+  if (is_present(gradients.dbias) && is_present(attention.bias) && attention.bias.shape[1] == 1 && layout.heads_q > 1 &&
+      schedule.stages.size() > 1 && !schedule.ring) {
+    return fail(
+        error, FA_ERROR_UNSUPPORTED,
+        "dbias is summed over heads, because bias.shape[1] is 1, but the layout has %d stages of heads; plan with num_stages 1",
+        static_cast<int>(schedule.stages.size()));
   }
   fa_gradients local = gradients;
-  give_addresses(local, {&fa_gradients::dout, &fa_gradients::dlse, &fa_gradients::dq, &fa_gradients::dk, &fa_gradients::dv});
+  give_addresses(local, {&fa_gradients::dout, &fa_gradients::dlse, &fa_gradients::dq, &fa_gradients::dk, &fa_gradients::dv,
+                         &fa_gradients::dbias});
   FA_RETURN_IF_ERROR(normalise(packed, local, problem, pointers, error));
   forget_own_addresses(schedule, pointers);
   return FA_OK;
@@ -228,6 +266,8 @@ Terms terms_of(const Layout &l, const fa_attention &a, const fa_gradients *g, fa
           {"presence of dropout_offset_ptr", a.dropout_offset_ptr != nullptr},
           {"number of dimensions of alibi_slopes", a.alibi_slopes.ndim},
           {"alibi_log_scale", bits_of(a.alibi_log_scale), true},
+          {"heads of bias (0 = absent)", is_present(a.bias) ? a.bias.shape[1] : 0},
+          {"presence of dbias", given(gradients.dbias)},
           {"presence of sink", given(a.sink)},
           {"presence of dlse", given(gradients.dlse)},
           {"presence of dq", given(gradients.dq)},

@@ -23,16 +23,40 @@ RowScalar from_row(const RowScalar &scalar, int64_t row, int64_t head) {
   return result;
 }
 
+ScoreTensor from_row(const ScoreTensor &tensor, int64_t row, int64_t head, int64_t key) {
+  ScoreTensor result = tensor;
+  result.batch_stride = 0;
+  if (tensor.data == nullptr) return result;
+  const int64_t elements = row * tensor.row_stride + head * tensor.head_stride + key * tensor.col_stride;
+  result.data = static_cast<char *>(tensor.data) + elements * dtype_bytes(tensor.dtype);
+  return result;
+}
+
 std::vector<AttendCall> calls_of(const std::vector<Attend> &attends) {
   std::vector<AttendCall> calls;
   for (const Attend &a : attends) calls.push_back({a});
   return calls;
 }
 
-fa_status join_calls(Session &session, const Schedule &schedule, std::vector<AttendCall> &calls) {
+std::vector<AttendCall> calls_of(const WholeDocuments &documents, const Band &band) {
+  std::vector<AttendCall> calls;
+  for (size_t n = 0; n + 1 < documents.offsets.size(); ++n) {
+    AttendCall call;
+    call.document = static_cast<int64_t>(n);
+    call.local_row = call.slot_row = documents.offsets[n];
+    call.rows = call.keys = documents.offsets[n + 1] - documents.offsets[n];
+    call.head = call.document * documents.heads;
+    call.band = band;
+    if (call.rows > 0) calls.push_back(call);
+  }
+  return calls;
+}
+
+fa_status join_calls(Session &session, const Schedule &schedule, const MaskedProblem &local, std::vector<AttendCall> &calls) {
   if (schedule.ring || schedule.keys.empty()) return FA_OK;
+  const bool apart = local.dropout.threshold > 0 || local.bias.data != nullptr;
   for (const AttendCall &next : calls_of(schedule.keys.front().attends)) {
-    AttendCall *last = calls.empty() ? nullptr : &calls.back();
+    AttendCall *last = calls.empty() || apart ? nullptr : &calls.back();
     if (last == nullptr || last->two() || last->document != next.document || last->rows != next.rows ||
         last->local_row + last->rows != next.local_row || last->slot_row != next.slot_row || last->keys < next.keys ||
         last->band.left != next.band.left || last->band.right != next.band.right || !last->first || !next.own) {
@@ -62,9 +86,15 @@ MaskedProblem problem_of(const MaskedProblem &local, const Stage &stage, const A
   p.k = k;
   p.v = v;
   p.band = a.band;
+  p.bias = from_row(local.bias, a.local_row, head, a.key);
   if (p.alibi_slopes != nullptr) p.alibi_slopes += a.document * local.alibi_batch_stride + head * local.alibi_head_stride;
   p.alibi_batch_stride = 0;
   if (p.sink != nullptr) p.sink += head * local.sink_stride;
+  if (p.dropout.threshold > 0) {
+    p.dropout.first_head += static_cast<uint32_t>(a.head + head);
+    p.dropout.first_query = static_cast<int32_t>(a.row);
+    p.dropout.first_key = static_cast<int32_t>(a.key);
+  }
   if (!a.two()) return p;
   p.batch = 2;
   for (Operand *operand : {&p.q, &p.out}) a.set_batch(*operand);

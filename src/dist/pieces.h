@@ -15,6 +15,7 @@ Operand contiguous(void *data, Dtype dtype, int64_t heads, int64_t dim);
 // The operand from a row and a head on, without batch.
 Operand from_row(const Operand &operand, int64_t row, int64_t head = 0);
 RowScalar from_row(const RowScalar &scalar, int64_t row, int64_t head = 0);
+ScoreTensor from_row(const ScoreTensor &tensor, int64_t row, int64_t head, int64_t key);
 
 // One attention call, over one piece or over two: of as many rows, one behind the other, which see the same first key.
 struct AttendCall : Attend {
@@ -30,10 +31,13 @@ struct AttendCall : Attend {
 };
 
 std::vector<AttendCall> calls_of(const std::vector<Attend> &attends);
+// Documents whose queries and keys are the same rows, one by one.
+std::vector<AttendCall> calls_of(const WholeDocuments &documents, const Band &band);
 // The calls of every stage of FA_DIST_GATHER, whose stages see the same keys: the two pieces of a zigzag are two sequences of one call.
 // Each call ends with SMs that wait for its last work tiles, so that two calls take longer. The first piece is the later one of the
-// document, with the longer work tiles. No calls for other ways.
-fa_status join_calls(Session &session, const Schedule &schedule, std::vector<AttendCall> &calls);
+// document, with the longer work tiles. With dropout, whose first query is one of a call, or a bias, which has one row for each of the rank's, they stay
+// two calls. No calls for other ways.
+fa_status join_calls(Session &session, const Schedule &schedule, const MaskedProblem &local, std::vector<AttendCall> &calls);
 
 // The problem of a call: the queries of `local` that it names, the heads of `stage`, and keys at `k` and `v`, rows of the stage's
 // buffers.

@@ -50,6 +50,7 @@ void add_all_to_all(const Layout &l, Schedule &s) {
     s.all_cut.push_back({p.rank, cut_rows[p.rank], 0, p.row_end - p.row_begin});
     cut_rows[p.rank] += p.row_end - p.row_begin;
   }
+  s.all_cut_documents.heads = l.heads_q;
   s.all_cut_documents.offsets.assign(l.lengths.size() + 1, 0);
   for (const fa_dist_piece &p : l.cut) {
     s.all_cut_documents.offsets[p.document + 1] = l.lengths[p.document];
@@ -138,7 +139,10 @@ Schedule make_schedule(const Layout &l, int32_t rank, bool forward) {
 
   if (l.way == FA_DIST_ALL_TO_ALL) add_all_to_all(l, s);
   s.whole.resize(std::max<size_t>(s.stages.size(), 1));
-  for (WholeDocuments &group : s.whole) group.offsets.assign(l.lengths.size() + 1, 0);
+  for (WholeDocuments &group : s.whole) {
+    group.heads = l.heads_q;
+    group.offsets.assign(l.lengths.size() + 1, 0);
+  }
   int64_t work = 0, all_work = 0;
   const auto for_whole = [&](auto body) {
     for (size_t n = l.piece_begin[rank]; n < l.piece_begin[rank + 1]; ++n) {

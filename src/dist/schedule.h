@@ -53,6 +53,7 @@ struct WholeDocuments {
   // which dropout and ALiBi depend on.
   std::vector<int64_t> offsets;
   int64_t longest = 0;  // 0 = there is none
+  int64_t heads = 0;    // query heads of a document on all ranks
 };
 
 // A piece of a cut document on any rank, for FA_DIST_ALL_TO_ALL.

@@ -39,16 +39,18 @@ KeyStage keys_in(const Layout &l, int32_t rank, int32_t stage) {
   const bool ring = l.way == FA_DIST_RING;
   const int32_t source = (rank + stage) % l.num_ranks;
   KeyStage result;
+  const auto add_slot = [&](int64_t document, int64_t begin, int64_t end, int64_t padding) {
+    result.rows += padding;
+    result.slots.push_back({document, begin, end, result.rows, padding});
+  };
   for (const Slot &seen : seen_by(l, rank)) {
     const auto [first, last] = pieces_of(l, seen.document);
-    if (!ring) {
-      result.slots.push_back({seen.document, seen.begin, seen.end, result.rows});
-    }
+    if (!ring) add_slot(seen.document, seen.begin, seen.end, seen.begin % kBlockRows);
     for (size_t n = first; n < last; ++n) {
       const fa_dist_piece &p = l.cut[n];
       const int64_t begin = std::max(seen.begin, p.row_begin), end = std::min(seen.end, p.row_end);
       if (begin >= end || (ring && p.rank != source)) continue;
-      if (ring) result.slots.push_back({seen.document, begin, end, result.rows});
+      if (ring) add_slot(seen.document, begin, end, begin == seen.begin ? begin % kBlockRows : 0);
       result.transfers.push_back({p.rank, rank, p.local_row + begin - p.row_begin, result.rows, end - begin});
       result.rows += end - begin;
     }
@@ -78,18 +80,24 @@ std::vector<Attend> attends(const Layout &l, int32_t rank, const KeyStage &stage
     for (const Slot &slot : stage.slots) {
       if (slot.document != p.document) continue;
       // The rows that see a key of the slot, and the keys that these rows see. Each range moves with the other's ends, so that no limit of
-      // the band between them is negative.
+      // the band between them is negative. Both begin a little earlier where their first row is no multiple of kBlockRows, with rows and keys that
+      // the band masks.
       int64_t k_begin = std::max(slot.begin, p.key_begin), k_end = std::min(slot.end, p.key_end);
       if (k_begin >= k_end) continue;
       int64_t begin = p.row_begin, end = p.row_end;
-      if (right_limit) begin = std::max(begin, k_begin - band.right);
+      if (right_limit) begin = std::max(begin, (k_begin - band.right) / kBlockRows * kBlockRows);
       if (left_limit) end = std::min(end, k_end + band.left);
       if (begin >= end) continue;
       if (left_limit) k_begin = std::max(k_begin, begin - band.left);
       if (right_limit) k_end = std::min(k_end, end + band.right);
       if (k_begin >= k_end) continue;
+      if (left_limit && k_begin == begin - band.left)
+        k_begin = std::max(k_begin / kBlockRows * kBlockRows, slot.begin - slot.padding);
       Attend a;
       a.document = p.document;
+      a.row = begin;
+      a.key = k_begin;
+      a.head = p.document * l.heads_q;
       a.local_row = p.local_row + begin - p.row_begin;
       a.rows = end - begin;
       a.slot_row = slot.row + k_begin - slot.begin;
@@ -104,7 +112,7 @@ std::vector<Attend> attends(const Layout &l, int32_t rank, const KeyStage &stage
   if (l.way == FA_DIST_GATHER) {
     for (const Slot &slot : stage.slots) {
       const auto whole = std::find_if(result.begin(), result.end(), [&](const Attend &a) {
-        return a.slot_row == slot.row && a.keys == slot.end - slot.begin;
+        return a.slot_row == slot.row - slot.padding && a.keys == slot.padding + slot.end - slot.begin;
       });
       if (whole != result.end()) whole->first = true;
     }

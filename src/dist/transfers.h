@@ -12,6 +12,8 @@ namespace fa::dist {
 // Keys [begin, end) of a document, in rows `row` and following of the buffer of a stage.
 struct Slot {
   int64_t document = 0, begin = 0, end = 0, row = 0;
+  // Rows before `row` without keys, up to a multiple of kBlockRows: a window's first key may be any, while calls begin with such a multiple. Bands mask them.
+  int64_t padding = 0;
 };
 
 // Key rows that rank `from` sends to rank `to`; from == to is a copy. Gradients go the other way.
@@ -41,9 +43,11 @@ struct Attend {
   int64_t document = 0;
   int64_t local_row = 0, rows = 0;  // queries, in the rank's tensors
   int64_t slot_row = 0, keys = 0;   // in the buffer of the stage
-  Band band;                        // aligned bottom-right
-  bool own = false;                 // the keys are, or include, the rows' own: every row sees at least one
-  bool first = false;               // the call has every key of its slot, and no call before it has any
+  int64_t row = 0, key = 0;  // of the document: the first query and the first key; multiples of kBlockRows if the cuts are
+  int64_t head = 0;          // the document's first query head among those of all documents, as dropout numbers them
+  Band band;                 // aligned bottom-right
+  bool own = false;          // the keys are, or include, the rows' own: every row sees at least one
+  bool first = false;        // the call has every key of its slot, and no call before it has any
 };
 // The call over a piece's own keys comes before its other calls. With FA_DIST_GATHER, where a piece has one call, those that
 // are `first` come first.

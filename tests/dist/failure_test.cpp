@@ -33,6 +33,18 @@ Cut cut_over(int32_t ranks, fa_dist_way way = FA_DIST_GATHER) {
   return cut;
 }
 
+// A bias of zeros for the rows of a rank: one number.
+void give_bias(RankCall &call, int64_t heads, int64_t keys) {
+  static float zero = 0;
+  fa_tensor &t = call.attention.bias;
+  t = fa_tensor{};
+  t.data = &zero;
+  t.dtype = FA_FLOAT32;
+  t.ndim = 4;
+  const int64_t shape[] = {1, heads, call.attention.q.shape[0], keys};
+  std::copy(std::begin(shape), std::end(shape), t.shape);
+}
+
 constexpr int64_t kSoon = 20000;  // longer than any test takes, so that a time-out shows as a hang
 
 // Every rank names what differs on rank 1, in the same words, and the handles still work.
@@ -44,6 +56,7 @@ TEST(Prepare, TellsDifferencesOnAllRanks) {
                {"softcap", [](RankCall &c) { c.attention.softcap = 3; }},
                {"flags", [](RankCall &c) { c.attention.flags = FA_FLAG_DETERMINISTIC; }},
                {"dropout_seed", [](RankCall &c) { c.attention.dropout_seed = 99; }},
+               {"heads of bias (0 = absent) is 0 on rank 0 and 1 on", [](RankCall &c) { give_bias(c, 1, 50); }},
                {"sink", [](RankCall &c) { c.attention.sink = fa_tensor{}, c.gradients.dsink = fa_tensor{}; }},
                {"dlse", [](RankCall &c) { c.gradients.dlse = fa_tensor{}; }},
                {"dq", [](RankCall &c) { c.gradients.dq = fa_tensor{}; }},
@@ -146,6 +159,7 @@ TEST(Query, NamesWhatIsRefused) {
   some.ndim = 1;
   some.shape[0] = some.stride[0] = 1;
   some.dtype = FA_FLOAT32;
+  std::vector<float> of_bias[2];
   const struct {
     const char *name;
     fa_status status;
@@ -159,7 +173,25 @@ TEST(Query, NamesWhatIsRefused) {
                {"mask", FA_ERROR_INVALID_ARGUMENT, [&](RankCall &c) { c.attention.mask = FA_MASK_NONE; }},
                {"window", FA_ERROR_INVALID_ARGUMENT, [&](RankCall &c) { c.attention.window = FA_WINDOW_LEFT; }},
                {"page_table", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.page_table = some; }},
-               {"bias", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.bias = some; }},
+               {"bias.ndim", FA_ERROR_SHAPE, [&](RankCall &c) { c.attention.bias = some; }},
+               {"bias.shape[0]", FA_ERROR_SHAPE, [&](RankCall &c) { give_bias(c, 1, 50), c.attention.bias.shape[0] = 2; }},
+               {"bias.shape[1]", FA_ERROR_SHAPE, [&](RankCall &c) { give_bias(c, 3, 50); }},
+               {"bias.shape[2]", FA_ERROR_SHAPE, [&](RankCall &c) { give_bias(c, 1, 50), c.attention.bias.shape[2] = 1; }},
+               {"bias.shape[3] is 49; it must be at least 50 (keys of document 0)", FA_ERROR_SHAPE,
+                [&](RankCall &c) { give_bias(c, 1, 49); }},
+               {"bias.dtype", FA_ERROR_DTYPE, [&](RankCall &c) { give_bias(c, 1, 50), c.attention.bias.dtype = FA_INT32; }},
+               {"plan with num_stages 1", FA_ERROR_UNSUPPORTED,
+                [&](RankCall &c) { give_bias(c, 1, 50), c.gradients.dbias = c.attention.bias; }},
+               {"dbias.data and bias.data", FA_ERROR_INVALID_ARGUMENT,
+                [&](RankCall &c) {
+                  give_bias(c, c.attention.q.shape[1], 50);
+                  std::vector<float> &memory = of_bias[c.rank];
+                  memory.resize(static_cast<size_t>(c.attention.q.shape[1] * c.attention.q.shape[0] * 50));
+                  int64_t stride = 1;
+                  for (int d = 3; d >= 0; stride *= c.attention.bias.shape[d--]) c.attention.bias.stride[d] = stride;
+                  c.attention.bias.data = memory.data();
+                  c.gradients.dbias = c.attention.bias;
+                }},
                {"block_mask", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.block_mask = some; }},
                {"element_mask", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.element_mask = some; }},
                {"seqstart_k", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.seqstart_k = some; }},
@@ -170,7 +202,7 @@ TEST(Query, NamesWhatIsRefused) {
                {"score", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.score = reinterpret_cast<fa_score>(&number); }},
                {"score", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.num_score_tensors = 1; }},
                {"k_descale", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.k_descale = some; }},
-               {"dbias", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.gradients.dbias = some; }},
+               {"dbias", FA_ERROR_INVALID_ARGUMENT, [&](RankCall &c) { c.gradients.dbias = some; }},
                {"FA_FLAG_SAME_BITS", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.flags = FA_FLAG_SAME_BITS; }},
                {"dropout_p", FA_ERROR_UNSUPPORTED, [&](RankCall &c) { c.attention.dropout_p = 0.5f; }},
                {"softcap", FA_ERROR_INVALID_ARGUMENT, [&](RankCall &c) { c.attention.softcap = -1; }},
@@ -191,6 +223,49 @@ TEST(Query, NamesWhatIsRefused) {
                 changed.status);
     });
     EXPECT_EQ(network.calls(0) + network.calls(1), 0);
+  }
+}
+
+// Ranks compute rows of others by all-to-all, and have no bias of these.
+TEST(Query, RefusesABiasOfCutDocumentsByHeads) {
+  const Data data = parity::make_data(small_case("dist.bias"), nullptr, false);
+  Network network(2, 1);
+  const Outcome outcome = run_ranks(data, cut_over(2, FA_DIST_ALL_TO_ALL), network, kSoon, [&](RankCall &call) {
+    give_bias(call, 1, 50);
+    call.run_all();
+  });
+  for (size_t r = 0; r < 2; ++r) {
+    EXPECT_EQ(outcome.statuses[r], FA_ERROR_UNSUPPORTED);
+    EXPECT_NE(outcome.errors[r].find("bias is given, document 0 is cut over ranks"), std::string::npos) << outcome.errors[r];
+  }
+}
+
+// Dropout needs cuts at blocks of the random bits. Every rank finds the same cut that is none, whoever has its rows.
+TEST(Query, NamesTheCutThatDropoutCannotHave) {
+  Case c = small_case("dist.dropout");
+  c.q.slots = c.k.slots = {32, 96};
+  c.heads_q = c.heads_k = 3;
+  c.dropout = 0.5;
+  c.sink = 0;
+  const Data data = parity::make_data(c, nullptr, false);
+  const struct {
+    fa_dist_way way;
+    uint32_t flags;
+    const char *text;
+  } cases[] = {{FA_DIST_GATHER, 0, "dropout_p is 0.5 and document 0 is cut at row 5;"},
+               {FA_DIST_RING, FA_DIST_CONTIGUOUS, "dropout_p is 0.5 and document 1 is cut at row 10;"},
+               {FA_DIST_ALL_TO_ALL, 0, ""}};
+  for (const auto &one : cases) {
+    Cut cut = cut_over(3, one.way);
+    cut.flags = one.flags;
+    Network network(3, 1);
+    const Outcome outcome = run_ranks(data, cut, network, kSoon);
+    for (size_t r = 0; r < 3; ++r) {
+      const bool works = one.way == FA_DIST_ALL_TO_ALL;
+      EXPECT_EQ(outcome.statuses[r], works ? FA_OK : FA_ERROR_UNSUPPORTED) << outcome.errors[r];
+      EXPECT_NE(outcome.errors[r].find(one.text), std::string::npos) << outcome.errors[r];
+      EXPECT_EQ(outcome.health[r], FA_OK);
+    }
   }
 }
 

@@ -113,6 +113,40 @@ TEST(Plan, ZigzagBalancesOneCausalDocument) {
   }
 }
 
+// Documents of whole blocks of 16 rows are cut at blocks, so that dropout works, and ranks keep their limits on rows and work.
+TEST(Plan, CutsAtBlocksWhereDocumentsHaveBlocks) {
+  std::mt19937_64 rng(static_cast<uint64_t>(parity::seed_for("dist.blocks")));
+  int64_t cut = 0;
+  double worst = 0;
+  for (int64_t n = 0; n < parity::scaled(200); ++n) {
+    const int32_t ranks = 2 + static_cast<int32_t>(rng() % 15);
+    const int64_t total = ranks * 16 * (64 + static_cast<int64_t>(rng() % 512));
+    std::vector<int64_t> lengths;
+    for (int64_t sum = 0; sum < total; sum += lengths.back())
+      lengths.push_back(std::min(total - sum, 16 * (1 + static_cast<int64_t>(rng() % (rng() % 4 == 0 ? 2000 : 100)))));
+    fa_dist_problem p = problem(lengths, ranks, rng() % 3 == 0 ? FA_MASK_NONE : FA_MASK_CAUSAL);
+    if (rng() % 4 == 0) p.window = FA_WINDOW_LEFT, p.window_left = static_cast<int64_t>(rng() % 4000);
+    if (rng() % 4 == 0) p.flags = FA_DIST_CONTIGUOUS;
+    const LayoutHandle layout = plan(p);
+    const fa_dist_layout_info info = info_of(layout);
+    for (int64_t m = 0; m < info.num_pieces; ++m) {
+      cut += 1 - info.pieces[m].whole;
+      EXPECT_EQ(info.pieces[m].row_begin % 16, 0);
+      EXPECT_EQ(info.pieces[m].row_end % 16, 0);
+    }
+    for (int32_t r = 0; r < ranks; ++r) EXPECT_EQ(info.rank_offsets[r + 1] - info.rank_offsets[r], total / ranks);
+    // One row more, and there are no blocks.
+    ++lengths.front();
+    const LayoutHandle without_blocks = plan(p);
+    const double imbalance = info_of(without_blocks).imbalance;
+    if (p.window == 0) worst = std::max(worst, info.imbalance / imbalance);
+    EXPECT_LE(info.imbalance, imbalance * (p.window == 0 ? 1.04 : 1.2))
+        << ranks << " ranks, " << total << " rows, " << lengths.size() << " documents";
+  }
+  EXPECT_GT(cut, 0);
+  std::printf("imbalance up to %.3f times that without blocks\n", worst);
+}
+
 // Heavy-tailed lists of documents of 512 to 16k rows; docs/distributed.md quotes what this prints.
 TEST(Plan, BalancesPackedDocuments) {
   constexpr int kLists = 200;

@@ -12,6 +12,7 @@
 namespace dist_test {
 namespace {
 
+using parity::Case;
 using parity::HostTensor;
 using parity::Role;
 
@@ -44,13 +45,35 @@ HostTensor local_tensor(const HostTensor &whole, int dimension, int64_t rows, in
   return HostTensor(whole.dtype(), {rows, heads, dim}, {heads * (dim + gap) + gap, dim + gap, 1});
 }
 
+// bias and dbias of a rank: each of its rows has the columns of the row's document. Some with rows that kernels load in tiles, some odd.
+HostTensor local_bias(const HostTensor &whole, const Case &c, int64_t rows, int64_t gap) {
+  const int64_t column = c.bias_odd ? 2 : 1, columns = whole.size(3), heads = whole.size(1);
+  const int64_t row = (c.bias_padded ? (columns + 7) / 8 * 8 : columns + gap) * column + c.bias_odd;
+  return HostTensor(whole.dtype(), {1, heads, rows, columns}, {heads * rows * row, rows * row, row, column}, c.bias_odd);
+}
+
+// Calls body(local, whole) for the elements of a rank's bias or dbias.
+template <typename Body>
+void for_bias(const HostTensor &local, const HostTensor &whole, const fa_dist_layout_info &info, int32_t rank, Body body) {
+  for (const fa_dist_piece *p = info.pieces; p != info.pieces + info.num_pieces; ++p) {
+    for (int64_t i = p->row_begin; p->rank == rank && i < p->row_end; ++i) {
+      for (int64_t h = 0; h < local.size(1); ++h) {
+        for (int64_t j = 0; j < local.size(3); ++j)
+          body(local.element(0, h, p->local_row + i - p->row_begin, j), whole.element(p->document, h, i, j));
+      }
+    }
+  }
+}
+
 // Bytes of `tensor` outside its elements that are no longer poison.
 bool gaps_damaged(const HostTensor &tensor, int dimensions) {
   std::vector<bool> inside(static_cast<size_t>(tensor.num_elements_stored()), false);
   for (int64_t a = 0; a < tensor.size(0); ++a) {
     for (int64_t b = 0; b < tensor.size(1); ++b) {
-      for (int64_t c = 0; c < (dimensions == 3 ? tensor.size(2) : 1); ++c)
-        inside[static_cast<size_t>(tensor.element(a, b, c))] = true;
+      for (int64_t c = 0; c < (dimensions >= 3 ? tensor.size(2) : 1); ++c) {
+        for (int64_t d = 0; d < (dimensions == 4 ? tensor.size(3) : 1); ++d)
+          inside[static_cast<size_t>(tensor.element(a, b, c, d))] = true;
+      }
     }
   }
   for (int64_t n = 0; n < tensor.num_elements_stored(); ++n) {
@@ -63,12 +86,19 @@ struct LocalTensors {
   std::array<HostTensor, parity::kNumRoles> tensors;
   std::array<std::unique_ptr<parity::Buffer>, parity::kNumRoles> memory;
 
-  LocalTensors(const parity::Data &data, fa_dist_layout layout, int32_t rank, int64_t rows) {
+  LocalTensors(const parity::Data &data, fa_dist_layout layout, const fa_dist_layout_info &info, int32_t rank) {
+    const int64_t rows = info.rank_offsets[rank + 1] - info.rank_offsets[rank];
     for (int n = 0; n < parity::kNumRoles; ++n) {
       const Role role = static_cast<Role>(n);
       const HostTensor &whole = data.tensors[static_cast<size_t>(n)];
       const int dimension = row_dimension(role);
       if (!whole.present()) continue;
+      if (role == parity::kBias || role == parity::kDbias) {
+        HostTensor &local = tensors[static_cast<size_t>(n)] = local_bias(whole, data.problem, rows, rank % 3);
+        if (role == parity::kBias)
+          for_bias(local, whole, info, rank, [&](int64_t to, int64_t from) { local.set(to, whole.get(from)); });
+        continue;
+      }
       if (dimension < 0) {
         tensors[static_cast<size_t>(n)] = whole;
         continue;
@@ -214,6 +244,7 @@ void RankCall::run_all() {
 
 struct OneRank::Tensors : LocalTensors {
   using LocalTensors::LocalTensors;
+  std::unique_ptr<parity::Buffer> dropout;  // seed and offset, where they are given by pointer
 };
 
 OneRank::OneRank(const parity::Data &data, const Cut &cut, fa_dist_layout layout, int32_t rank,
@@ -221,7 +252,7 @@ OneRank::OneRank(const parity::Data &data, const Cut &cut, fa_dist_layout layout
   fa_dist_layout_info info;
   fa_dist_layout_info_init(&info, sizeof info);
   EXPECT_EQ(fa_dist_layout_describe(layout, &info), FA_OK) << fa_last_error(nullptr);
-  tensors = std::make_unique<Tensors>(data, layout, rank, info.rank_offsets[rank + 1] - info.rank_offsets[rank]);
+  tensors = std::make_unique<Tensors>(data, layout, info, rank);
   call.rank = rank;
   call.backend = backend_of(cut.place, rank);
   call.context = call.backend->context();
@@ -230,8 +261,17 @@ OneRank::OneRank(const parity::Data &data, const Cut &cut, fa_dist_layout layout
   call.own_workspace = cut.own_workspace;
   call.attention = data.options();
   call.attention.max_seqlen_q = call.attention.max_seqlen_k = 0;
-  call.attention.dropout_seed = static_cast<uint64_t>(data.problem.dropout_seed);
-  call.attention.dropout_offset = static_cast<uint64_t>(data.problem.dropout_offset);
+  const uint64_t dropout[] = {static_cast<uint64_t>(data.problem.dropout_seed),
+                              static_cast<uint64_t>(data.problem.dropout_offset)};
+  if (data.problem.dropout_by_pointer) {
+    tensors->dropout = std::make_unique<parity::Buffer>(*call.backend, sizeof dropout);
+    call.backend->upload(tensors->dropout->get(), dropout, sizeof dropout);
+    call.attention.dropout_seed_ptr = reinterpret_cast<const uint64_t *>(tensors->dropout->get());
+    call.attention.dropout_offset_ptr = call.attention.dropout_seed_ptr + 1;
+  } else {
+    call.attention.dropout_seed = dropout[0];
+    call.attention.dropout_offset = dropout[1];
+  }
   fa_gradients_init(&call.gradients, sizeof call.gradients);
   for (int n = 0; n < parity::kNumRoles; ++n) {
     const Role role = static_cast<Role>(n);
@@ -280,10 +320,18 @@ Outcome run_ranks(const parity::Data &data, const Cut &cut, Network &network, in
     const int dimension = row_dimension(role);
     if (!is_output(role) || !data.tensors[static_cast<size_t>(n)].present()) continue;
     whole = data.tensors[static_cast<size_t>(n)];
+    if (role == parity::kDbias) {  // zero outside the lengths of the documents, where no rank has a row
+      for (const parity::Expected &e : data.expected[parity::kDbias]) whole.set(e.element, 0);
+    }
     for (int32_t r = 0; r < cut.ranks; ++r) {
       OneRank &rank = *ranks[static_cast<size_t>(r)];
       rank.tensors->download(role, *rank.call.backend);
       HostTensor &local = rank.tensors->tensors[static_cast<size_t>(n)];
+      if (role == parity::kDbias) {
+        if (gaps_damaged(local, 4)) outcome.damage += "dbias written outside ";
+        for_bias(local, whole, info_of(layout), r, [&](int64_t from, int64_t to) { whole.set(to, local.get(from)); });
+        continue;
+      }
       if (dimension < 0) {  // the same on every rank
         if (r > 0 && local.bytes() != whole.bytes())
           outcome.damage += std::string(parity::role_name(role)) + " differs between ranks ";

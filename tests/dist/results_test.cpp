@@ -25,7 +25,7 @@ void set_lengths(Case &c, std::vector<int64_t> lengths) {
 }
 
 // A few documents, every option that pieces of documents support, and sometimes one that they do not.
-Case random_case(std::mt19937_64 &rng) {
+Case random_case(std::mt19937_64 &rng, int32_t ranks) {
   Case c;
   c.seed = static_cast<int64_t>(rng() >> 1);
   const int64_t dtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
@@ -45,7 +45,28 @@ Case random_case(std::mt19937_64 &rng) {
   if (rng() % 4 == 0) c.alibi = pick(rng, 1, 2);
   if (c.alibi && rng() % 2) c.alibi_log_scale = 0.5;
   if (rng() % 3 == 0) c.sink = 1;
-  if (rng() % 8 == 0) c.dropout = 0.25;
+  if (rng() % 4 == 0) {
+    c.dropout = 0.25;
+    c.dropout_seed = pick(rng, 0, 1000);
+    c.dropout_by_pointer = pick(rng, 0, 1);
+    // Lengths whose cuts are likely to be at blocks of the random bits.
+    if (rng() % 4 != 0) {
+      for (int64_t &length : lengths) length = rng() % 2 ? pick(rng, 0, 2) * 16 : 0;
+      lengths[rng() % lengths.size()] = pick(rng, 1, ranks > 4 ? 1 : 3) * 32 * ranks;
+      set_lengths(c, lengths);
+    }
+  }
+  if (rng() % 4 == 0) {
+    c.bias = 1;
+    c.bias_by_size = rng() % 3 == 0 ? int64_t{parity::kOverHeads} : 0;
+    c.bias_by_stride = rng() % 4 == 0 ? int64_t{parity::kOverBatch} : 0;
+    if (rng() % 3 == 0) c.bias_dtype = FA_FLOAT32;
+    c.bias_odd = rng() % 3 == 0;
+    c.bias_padded = pick(rng, 0, 1);
+    c.bias_masked = rng() % 3 == 0 ? 30 : 0;
+    c.dbias_fp32 = pick(rng, 0, 1);
+    c.nan_bias = pick(rng, 0, 1);
+  }
   if (rng() % 4 == 0) c.scale = 0.4;
   c.dlse = rng() % 2;
   c.backward = rng() % 5 != 0;
@@ -71,9 +92,16 @@ std::string refused(const Case &c, const Cut &cut) {
   const LayoutHandle layout = plan(problem_of(c, cut));
   const fa_dist_layout_info info = info_of(layout);
   if (std::all_of(info.pieces, info.pieces + info.num_pieces, [](const fa_dist_piece &p) { return p.whole == 1; })) return "";
-  if (c.dropout > 0) return "dropout_p";
+  const bool blocks = std::all_of(info.pieces, info.pieces + info.num_pieces,
+                                  [](const fa_dist_piece &p) { return p.whole == 1 || p.row_begin % 16 == 0; });
+  if (c.dropout > 0 && info.way != FA_DIST_ALL_TO_ALL && !blocks) return "dropout_p";
   if (c.alibi && info.way == FA_DIST_RING) return "alibi_slopes";
   if (c.alibi && info.way == FA_DIST_GATHER && c.mask == FA_MASK_NONE && c.window_right != 0) return "alibi_slopes";
+  if (c.bias && info.way == FA_DIST_ALL_TO_ALL) return "bias";
+  if (c.bias && c.backward && !(c.skipped_gradients & 8) && c.bias_by_size && c.heads_q > 1 && info.way == FA_DIST_GATHER &&
+      info.num_stages > 1) {
+    return "dbias";
+  }
   return "";
 }
 
@@ -113,7 +141,7 @@ class Ranks : public ::testing::TestWithParam<int32_t> {
 TEST_P(Ranks, RandomProblems) {
   std::mt19937_64 rng(static_cast<uint64_t>(parity::seed_for("dist")) + static_cast<uint64_t>(GetParam()));
   for (int64_t n = 0; n < parity::scaled(120); ++n) {
-    const Case c = random_case(rng);
+    const Case c = random_case(rng, GetParam());
     EXPECT_EQ(check(c, random_cut(rng, c, new_cut())), "");
   }
 }
@@ -161,6 +189,40 @@ TEST_P(Ranks, LongDocuments) {
   }
 }
 
+// A bias that kernels load in tiles, and one that they cannot; its gradient in rows whose first key is not the document's; with dropout beside it.
+TEST_P(Ranks, BiasOfLongDocuments) {
+  if (GetParam() > 4) GTEST_SKIP() << "the reference takes too long";
+  for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_RING}) {
+    for (const int64_t odd : {0, 1}) {
+      for (const int64_t left : {-1, 100}) {
+        Case c = parity::grouped_case("dist.bias.long", left < 0 ? FA_FLOAT16 : FA_BFLOAT16, 0, 0);
+        c.head_dim = c.head_dim_v = odd ? 128 : 64;
+        c.heads_k = 2;
+        c.heads_q = 4;
+        c.mask = FA_MASK_CAUSAL;
+        c.window_left = left;
+        c.bias = 1;
+        c.bias_odd = odd;
+        c.bias_padded = 1 - odd;
+        c.bias_dtype = odd ? FA_FLOAT32 : 0;
+        c.bias_by_size = way == FA_DIST_RING && odd ? int64_t{parity::kOverHeads} : 0;
+        c.dbias_fp32 = left < 0;
+        c.dropout = left < 0 ? 0.2 : 0;
+        if (c.dropout > 0) {
+          set_lengths(c, {0, 96 * GetParam()});
+        } else {
+          set_lengths(c, {70, 200, 33});
+        }
+        Cut cut = new_cut();
+        cut.way = way;
+        cut.stages = way == FA_DIST_GATHER ? 2 : 0;
+        EXPECT_EQ(refused(c, cut), "");
+        EXPECT_EQ(check(c, cut), "");
+      }
+    }
+  }
+}
+
 // Ranks without rows of their own compute rows of others all the same.
 TEST_P(Ranks, FewerRowsThanRanks) {
   for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_RING, FA_DIST_ALL_TO_ALL}) {
@@ -186,6 +248,63 @@ TEST_P(Ranks, DropoutOfWholeDocuments) {
   Cut cut = new_cut();
   EXPECT_EQ(refused(c, cut), "");
   EXPECT_EQ(check(c, cut), "");
+}
+
+// And where they are cut, if that is at blocks of the random bits: by every way, mask and order of the pieces, with windows that begin anywhere. The
+// document that is cut is not the first one.
+TEST_P(Ranks, DropoutOfCutDocuments) {
+  const int64_t ranks = GetParam();
+  for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_RING, FA_DIST_ALL_TO_ALL}) {
+    for (const int64_t mask : {FA_MASK_NONE, FA_MASK_CAUSAL}) {
+      for (const int64_t left : {-1, 21, 70}) {
+        for (const int64_t right : {-1, 21}) {
+          if (right >= 0 && (mask != FA_MASK_NONE || left > 21)) continue;
+          Case c = parity::grouped_case("dist.dropout.cut", left < 0 ? FA_FLOAT32 : FA_BFLOAT16, 0, 0);
+          c.heads_k = way == FA_DIST_ALL_TO_ALL ? ranks : 3;
+          c.heads_q = (ranks > 4 ? 1 : 2) * c.heads_k;
+          c.head_dim = c.head_dim_v = 8;
+          c.mask = mask;
+          c.window_left = left;
+          c.window_right = right;
+          c.sink = 1;
+          c.dropout = 0.3;
+          c.dropout_seed = 12345;
+          c.dropout_offset = 77;
+          c.dropout_by_pointer = left >= 0;
+          c.nan_keys = c.nan_queries = 1;
+          set_lengths(c, {0, ranks * (ranks > 4 ? 32 : 64)});
+          Cut cut = new_cut();
+          cut.way = way;
+          cut.stages = way == FA_DIST_GATHER ? 2 : 0;
+          EXPECT_EQ(refused(c, cut), "") << describe(cut) << " " << parity::describe(c);
+          EXPECT_EQ(check(c, cut), "");
+        }
+      }
+    }
+  }
+}
+
+// Tiles of tensor cores, in pieces that do not begin where tiles do; with two stages of heads.
+TEST_P(Ranks, DropoutOfLongDocuments) {
+  if (GetParam() > 4) GTEST_SKIP() << "the reference takes too long";
+  for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_ALL_TO_ALL}) {
+    for (const int64_t head_dim : {64, 128}) {
+      Case c = parity::grouped_case("dist.dropout.long", head_dim == 64 ? FA_FLOAT16 : FA_BFLOAT16, 0, 0);
+      c.head_dim = c.head_dim_v = head_dim;
+      c.heads_k = way == FA_DIST_ALL_TO_ALL ? GetParam() : 2;
+      c.heads_q = 2 * c.heads_k;
+      c.mask = FA_MASK_CAUSAL;
+      c.window_left = head_dim == 64 ? 130 : -1;
+      c.dropout = 0.2;
+      c.dropout_seed = 5;
+      set_lengths(c, {0, GetParam() * 96});
+      Cut cut = new_cut();
+      cut.way = way;
+      cut.stages = way == FA_DIST_GATHER ? 2 : 0;
+      EXPECT_EQ(refused(c, cut), "");
+      EXPECT_EQ(check(c, cut), "");
+    }
+  }
 }
 
 TEST_P(Ranks, EqualBitsOnEachRun) {
