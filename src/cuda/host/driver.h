@@ -36,6 +36,7 @@ namespace fa::cuda {
   X(cuMemPoolCreate, 11020)            \
   X(cuMemPoolDestroy, 11020)           \
   X(cuMemPoolSetAttribute, 11020)      \
+  X(cuMemsetD8Async, 3020)             \
   X(cuMemsetD32Async, 3020)            \
   X(cuPointerGetAttributes, 7000)      \
   X(cuStreamCreate, 2000)              \

@@ -100,8 +100,7 @@ class DeviceRows final : public RowDevice {
     if (bytes == 0) return FA_OK;
     CurrentContext scope(driver_);
     FA_RETURN_IF_ERROR(work_.enter(stream, scope, error));
-    return work_.check(driver_.cuMemsetD32Async(reinterpret_cast<CUdeviceptr>(memory), 0, bytes / sizeof(uint32_t), stream),
-                       "zeros", error);
+    return work_.check(driver_.cuMemsetD8Async(reinterpret_cast<CUdeviceptr>(memory), 0, bytes, stream), "zeros", error);
   }
 
   fa_status add(double *sum, const float *part, int64_t count, fa_stream stream, ErrorText &error) override {
