@@ -215,7 +215,7 @@ class Trial {
     }
     if (s.alibi) r.slopes = flat("alibi_slopes", a.alibi_slopes);
     if (s.sink) r.sink = flat("sink", a.sink);
-    r.dropout_threshold = std::llround(s.dropout * 65536);
+    r.dropout_threshold = std::llround(s.dropout * 32768);
     r.dropout_seed = a.dropout_seed, r.dropout_offset = a.dropout_offset;
     r.batch_index = n;
     if (s.pass == Pass::backward) r.dout = Reader(s, data_.at("dout"), problem_.gradients.dout).sequence(n, s.rows_q);

@@ -441,10 +441,10 @@ void add_scalar_misuses(std::vector<Misuse> &cases) {
   });
   add("attention.reserved", kInvalid, {"reserved", "9"}, [](fa_attention &a) { a.reserved = 9; });
   add("dropout_p 1", kInvalid, {"dropout_p", "1"}, [](fa_attention &a) { a.dropout_p = 1.0f; });
-  // Rounded to a multiple of 2^-16 these are 1, and no element of P would be kept.
-  add("dropout_p that rounds to 1", kInvalid, {"dropout_p is 0.9999923", "2^-17"},
-      [](fa_attention &a) { a.dropout_p = 1.0f - 0x1p-17f; });
-  add("dropout_p below 1", kInvalid, {"dropout_p is 0.99999994", "2^-17"},
+  // Rounded to a multiple of 2^-15 these are 1, and no element of P would be kept.
+  add("dropout_p that rounds to 1", kInvalid, {"dropout_p is 0.99998474", "2^-16"},
+      [](fa_attention &a) { a.dropout_p = 1.0f - 0x1p-16f; });
+  add("dropout_p below 1", kInvalid, {"dropout_p is 0.99999994", "2^-16"},
       [](fa_attention &a) { a.dropout_p = 1.0f - 0x1p-24f; });
   for (const int32_t splits : {-1, INT32_MIN}) {
     add("num_splits", kInvalid, {"num_splits", std::to_string(splits)}, [=](fa_attention &a) { a.num_splits = splits; });
@@ -528,7 +528,7 @@ TEST_F(MisusedProblem, TheSampleItselfIsFine) {
 
 // The largest dropout_p that keeps anything is fine.
 TEST_F(MisusedProblem, DropoutOfNearlyAll) {
-  for (const float p : {std::nextafter(1.0f - 0x1p-17f, 0.0f), 0.0f, 0x1p-18f}) {
+  for (const float p : {std::nextafter(1.0f - 0x1p-16f, 0.0f), 0.0f, 0x1p-17f}) {
     SampleProblem sample(Layout::padded);
     sample.attention.dropout_p = p;
     EXPECT_EQ(fa_forward(ctx_, &sample.attention, nullptr, 0, nullptr), FA_OK) << p << fa_last_error(ctx_);
