@@ -168,7 +168,8 @@ class ForwardWork final : public HeadWork {
   // Whether SameBitsSegment computes a head.
   bool is_unpacked([[maybe_unused]] const Head &head) const {
 #if defined(FA_TARGET_AMX)
-    if (p_.q.dtype != Dtype::bf16) return false;  // two parts of fp16 have no such kernel yet
+    const bool f16 = p_.q.dtype == Dtype::f16 && p_.k.dtype == Dtype::f16 && p_.v.dtype == Dtype::f16;
+    if (p_.q.dtype != Dtype::bf16 && !f16) return false;
 #endif
 #if defined(FA_SAME_BITS_UNPACKED)
     return head.mode == ForwardMode::kTiledSplit && rows_of_head(head) <= kVectorRows;
@@ -207,7 +208,7 @@ class ForwardWork final : public HeadWork {
     if (is_unpacked(head)) {
       const VectorSplit split{head.head_k, heads, rows, keys};
 #if defined(FA_TARGET_AMX)
-      const SameBitsTiles tiles(tiles_, packed_keys(scratch), p_.head_dim, heads);
+      const SameBitsTiles tiles(tiles_, packed_keys(scratch), p_.head_dim, heads, p_.q.dtype == Dtype::f16 ? 2 : 1);
 #else
       const SameBitsTiles tiles;
 #endif

@@ -128,12 +128,13 @@ class SameBitsSegment {
 #if defined(FA_TARGET_AVX512_BF16)
     for (int64_t r = 0; r < st_.rows; ++r) round_in_place(area_.q + r * area_.ldq, area_.ldq);
 #elif defined(FA_TARGET_AMX)
-    tiles_.pack_queries(split_, area_);
+    const bool parts = p_.q.dtype == Dtype::f16;
+    parts ? tiles_.pack_query_parts(split_, area_) : tiles_.pack_queries(split_, area_);
 #endif
     FA_ISA::begin_segment(st_);
     clear_outputs(split_, area_, {0, split_.count});
     for (int64_t n = split_.keys.begin / kBlockKeys; n * kBlockKeys < split_.keys.end; ++n) {
-      if (begin_keys(p_, head_, st_, strip_rows_, n * kBlockKeys)) block(n * kBlockKeys);
+      if (begin_keys(p_, head_, st_, strip_rows_, n * kBlockKeys) && !block(n * kBlockKeys)) return false;
     }
     return true;
   }
@@ -147,8 +148,8 @@ class SameBitsSegment {
   int64_t strips() const { return (st_.rows + strip_rows_ - 1) / strip_rows_; }
   int64_t strip_of_head(int64_t h) const { return h * split_.rows / strip_rows_; }
 
-  // The block of keys that begins at key `first`.
-  void block(int64_t first) {
+  // The block of keys that begins at key `first`; false where attend() is.
+  bool block(int64_t first) {
     Range cols{kBlockKeys, 0};
     for (int64_t strip = 0; strip < strips(); ++strip) {
       if (st_.keys[strip].empty()) continue;
@@ -159,7 +160,8 @@ class SameBitsSegment {
 #if defined(FA_TARGET_AVX512_BF16)
     scores<PairChain>(first, keys);
 #elif defined(FA_TARGET_AMX)
-    scores_by_tiles(first, keys);
+    const bool parts = p_.q.dtype == Dtype::f16;
+    if (!(parts ? scores_by_tiles<true>(first, keys) : scores_by_tiles<false>(first, keys))) return false;
 #else
     for_key_dtype(p_.k.dtype, [&]<class Element>() { scores<WidenedChain<Element> >(first, keys); });
 #endif
@@ -170,10 +172,12 @@ class SameBitsSegment {
 #if defined(FA_TARGET_AVX512_BF16)
     outputs_by_pairs(first, keys, marked);
 #elif defined(FA_TARGET_AMX)
+    if (parts) return outputs_of_parts(first, keys);
     outputs_like_tiles(first, keys, marked);
 #else
     for_key_dtype(p_.v.dtype, [&]<class Element>() { outputs<Element>(first, keys, marked); });
 #endif
+    return true;
   }
 
   template <class Chain>
@@ -317,17 +321,26 @@ class SameBitsSegment {
   }
 #endif
 #if defined(FA_TARGET_AMX)
-  void scores_by_tiles(int64_t first, Range keys) {
+  // Returns whether all keys are finite, or are not asked: numbers of fp16 that are not have no parts.
+  template <bool kInParts>
+  bool scores_by_tiles(int64_t first, Range keys) {
     const HeadRows rows = head_rows(p_, p_.k, head_, split_, keys), next = head_rows(p_, p_.v, head_, split_, keys);
-    Ahead ahead(rows, next, (p_.head_dim + kTileDepth - 1) / kTileDepth);
+    Ahead ahead(rows, next, (p_.head_dim + kTileDepth - 1) / kTileDepth * (kInParts ? 4 : 1));
+    Magnitudes seen;
     for_pieces(rows.rows, keys.begin, keys.end, [&](const KeyPiece &piece) {
       ahead.begin(piece);
-      const bool even = are_tile_rows(piece, rows.row_bytes);
-      for (int64_t h = 0; h < split_.count; ++h)
-        tiles_.scores(piece, even, rows, h, split_.rows, area_.s + h * split_.rows * kBlockKeys + piece.first - first,
-                      kBlockKeys, ahead);
+      const bool even = !kInParts && are_tile_rows(piece, rows.row_bytes);
+      for (int64_t h = 0; h < split_.count; ++h) {
+        float *s = area_.s + h * split_.rows * kBlockKeys + piece.first - first;
+        if constexpr (kInParts) {
+          tiles_.scores_of_parts(piece, rows, p_.head_dim, h, split_.rows, s, kBlockKeys, seen, ahead);
+        } else {
+          tiles_.scores(piece, even, rows, h, split_.rows, s, kBlockKeys, ahead);
+        }
+      }
     });
     ahead.finish();
+    return !kInParts || seen.finite_f16();
   }
   void outputs_like_tiles(int64_t first, Range keys, const bool *marked) {
     const HeadRows rows = head_rows(p_, p_.v, head_, split_, keys), next = head_rows(p_, p_.k, head_, split_, after(keys));
@@ -342,9 +355,7 @@ class SameBitsSegment {
         for (int64_t n = 0; n < count; ++n) values[n] = rows.rows.row(step + n);
         ahead.begin(step, count);
         for (int64_t h = 0; h < split_.count; ++h) {
-          const Range &seen = st_.keys[strip_of_head(h)];
-          const int begin = static_cast<int>(max64(first + seen.begin - step, 0)),
-                    end = static_cast<int>(min64(first + seen.end - step, count));
+          const auto [begin, end] = seen_of_step(first, step, count, h);
           if (begin >= end || as_floats[h]) continue;
           for_row_groups<4>(
               split_.rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
@@ -358,6 +369,71 @@ class SameBitsSegment {
     }
     ahead.finish();
     if (any) outputs<ElementBf16>(first, keys, marked, [&](int64_t h) { return as_floats[h]; });
+  }
+  // The same of fp16; false if some value is not finite.
+  bool outputs_of_parts(int64_t first, Range keys) {
+    const HeadRows rows = head_rows(p_, p_.v, head_, split_, keys), next = head_rows(p_, p_.k, head_, split_, after(keys));
+    Ahead ahead(rows, next, max64(split_.rows * p_.head_dim_v / (4 * kWidth), 1), kTileDepth);
+    F probe = Simd::zero();
+    for (int64_t h = 0; h < split_.count; ++h) {
+      for_row_groups<4>(
+          split_.rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
+            add_parts<ROWS>(first, keys, rows, h, h * split_.rows + r, probe, ahead);
+          });
+    }
+    ahead.finish();
+    return Simd::reduce_add(probe) == 0;
+  }
+  // O of ROWS rows of head h.
+  template <int ROWS>
+  void add_parts(int64_t first, Range keys, const HeadRows &rows, int64_t h, int64_t row, F &probe, Ahead &ahead) {
+    alignas(64) float low[ROWS * kBlockKeys], high[ROWS * kBlockKeys];
+    const float *p = area_.s + row * kBlockKeys;
+    for (int64_t n = keys.begin - first; n < round_up(keys.end - first, 2 * kWidth); n += 2 * kWidth) {
+      for (int64_t at = n; at < ROWS * kBlockKeys; at += kBlockKeys) {
+        const F a = Simd::load(p + at), b = Simd::load(p + at + kWidth);
+        alignas(64) uint32_t pairs[kWidth];
+        Simd::istore(pairs, part_of<Part::kLow>(a, b));
+        const auto *numbers = reinterpret_cast<const uint16_t *>(pairs);
+        Simd::store(low + at, Simd::load_bf16(numbers));
+        Simd::store(low + at + kWidth, Simd::load_bf16(numbers + kWidth));
+        Simd::store(high + at, high_part(a));
+        Simd::store(high + at + kWidth, high_part(b));
+      }
+    }
+    constexpr int64_t kSteps = kBlockKeys / kTileDepth;
+    const int64_t ldo = area_.ldo, of_step = ROWS * ldo, of_product = kSteps * of_step;
+    float *const later = tiles_.later(2), *const o = area_.o + row * ldo;
+    int64_t steps = 0;
+    const SubnormalsAreZero mode;
+    for (int64_t step = keys.begin; step < keys.end; step += kTileDepth) {
+      const int64_t count = min64(keys.end - step, kTileDepth);
+      const auto [begin, end] = seen_of_step(first, step, count, h);
+      if (h == 0 && row == 0) ahead.begin(step, count);
+      if (begin >= end) continue;
+      const char *values[kTileDepth];
+      for (int64_t n = 0; n < count; ++n) values[n] = rows.rows.row(step + n);
+      add_tile_step_of_parts<ROWS>(values, begin, end, h * rows.head_bytes, p_.head_dim_v, low + step - first,
+                                   high + step - first, kBlockKeys, o, ldo, later + steps * of_step, of_product, probe, ahead);
+      ++steps;
+    }
+    for (int64_t product = 0; product < 2; ++product) {
+      for (int64_t step = 0; step < steps; ++step) {
+        const float *from = later + product * of_product + step * of_step;
+        for (int64_t r = 0; r < ROWS; ++r) {
+          for (int64_t c = 0; c < p_.head_dim_v; c += kWidth)
+            Simd::store(o + r * ldo + c, Simd::add(Simd::load(o + r * ldo + c), Simd::load(from + r * ldo + c)));
+        }
+      }
+    }
+  }
+  // Of the values of a step of `count` keys, those that head h sees.
+  struct SeenOfStep {
+    int begin, end;
+  };
+  SeenOfStep seen_of_step(int64_t first, int64_t step, int64_t count, int64_t h) const {
+    const Range &seen = st_.keys[strip_of_head(h)];
+    return {static_cast<int>(max64(first + seen.begin - step, 0)), static_cast<int>(min64(first + seen.end - step, count))};
   }
 #endif
 #if defined(FA_TARGET_AVX512_BF16)

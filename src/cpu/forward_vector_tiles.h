@@ -85,8 +85,10 @@ inline void pack_columns(const uint32_t *const *columns, uint32_t *to) {
     }
   }
 }
-// Queries of bf16 as right operands, a tile for each step: column n is row n of `count` <= kTileRows rows, padded to ldq floats.
-inline void pack_query_columns(const float *q, int64_t ldq, int64_t count, int64_t steps, char *to) {
+// Queries as right operands, a tile for each step: column n is row n of `count` <= kTileRows rows, padded to ldq floats. numbers(a, b): what of them is packed,
+// in pairs.
+template <class Numbers>
+inline void pack_query_columns(const float *q, int64_t ldq, int64_t count, int64_t steps, char *to, Numbers numbers) {
   for (int64_t step = 0; step < steps; ++step, to += kTileBytes) {
     uint16_t rows[kTileRows][kTileDepth] = {};
     const uint32_t *columns[kTileRows] = {};
@@ -94,12 +96,17 @@ inline void pack_query_columns(const float *q, int64_t ldq, int64_t count, int64
       const float *from = q + n * ldq + step * kTileDepth;
       for (int64_t c = 0; c < kTileDepth; c += 2 * kWidth) {
         const auto part = [&](int64_t at) { return step * kTileDepth + at < ldq ? Simd::load(from + at) : Simd::zero(); };
-        Simd::istore(reinterpret_cast<uint32_t *>(rows[n] + c), Simd::to_bf16(part(c), part(c + kWidth)));
+        Simd::istore(reinterpret_cast<uint32_t *>(rows[n] + c), numbers(part(c), part(c + kWidth)));
       }
       columns[n] = reinterpret_cast<const uint32_t *>(rows[n]);
     }
     pack_columns(columns, reinterpret_cast<uint32_t *>(to));
   }
+}
+
+inline void pack_query_columns(const float *q, int64_t ldq, int64_t count, int64_t steps, char *to) {
+  pack_query_columns(
+      q, ldq, count, steps, to, [](F a, F b) __attribute__((always_inline)) { return Simd::to_bf16(a, b); });
 }
 
 class VectorProducts {
