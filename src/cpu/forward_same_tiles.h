@@ -151,7 +151,7 @@ __attribute__((noinline)) void add_tile_step_of_parts(const char *const *values,
 // The products of a split of few rows.
 class SameBitsTiles {
  public:
-  // Queries of as many heads find room where a block of keys would be packed, in as many parts, and a copy of 16 keys where its values would be.
+  // Queries of as many heads find room where a block of keys would be packed, in each of their parts, and a copy of 16 keys where its values would be.
   static constexpr int64_t kMostHeads = kBlockKeys / kTileRows;
 
   SameBitsTiles(Tiles &tiles, char *memory, int64_t head_dim, int64_t heads, int64_t parts)
