@@ -140,7 +140,7 @@ class Ranks : public ::testing::TestWithParam<int32_t> {
 
 TEST_P(Ranks, RandomProblems) {
   std::mt19937_64 rng(static_cast<uint64_t>(parity::seed_for("dist")) + static_cast<uint64_t>(GetParam()));
-  for (int64_t n = 0; n < parity::scaled(120); ++n) {
+  for (int64_t n = 0; n < parity::scaled(90); ++n) {
     const Case c = random_case(rng, GetParam());
     EXPECT_EQ(check(c, random_cut(rng, c, new_cut())), "");
   }
@@ -191,7 +191,7 @@ TEST_P(Ranks, LongDocuments) {
 
 // A bias that kernels load in tiles, and one that they cannot; its gradient in rows whose first key is not the document's; with dropout beside it.
 TEST_P(Ranks, BiasOfLongDocuments) {
-  if (GetParam() > 2) GTEST_SKIP() << "the reference takes too long; random problems have more ranks";
+  if (GetParam() != 2) GTEST_SKIP() << "the reference takes too long; random problems have other numbers of ranks";
   for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_RING}) {
     for (const int64_t odd : {0, 1}) {
       for (const int64_t left : {-1, 100}) {
@@ -287,7 +287,7 @@ TEST_P(Ranks, DropoutOfCutDocuments) {
 
 // Tiles of tensor cores, in pieces that do not begin where tiles do; with two stages of heads.
 TEST_P(Ranks, DropoutOfLongDocuments) {
-  if (GetParam() > 2) GTEST_SKIP() << "the reference takes too long; random problems have more ranks";
+  if (GetParam() != 2) GTEST_SKIP() << "the reference takes too long; random problems have other numbers of ranks";
   for (const fa_dist_way way : {FA_DIST_GATHER, FA_DIST_ALL_TO_ALL}) {
     for (const int64_t head_dim : {64, 128}) {
       Case c = parity::grouped_case("dist.dropout.long", head_dim == 64 ? FA_FLOAT16 : FA_BFLOAT16, 0, 0);
