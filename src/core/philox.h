@@ -8,7 +8,7 @@
 //   key     = { low word of seed,   high word of seed ^ high word of offset }
 //
 // namely of word 2 * ((i / 8) % 2) + (j / 8) % 2 of the result, which is rotated to the left by 8 bits if i is odd: of its low half if j is even, of its
-// high half if j is odd, all bits but the highest. dropout_keeps() says which numbers keep the element.
+// high half if j is odd, all bits but the highest. KeptNumbers says which numbers keep the element.
 //
 // Four elements share a word. Each has a byte of its own in the upper half of its number, and a byte of another one in the lower half. So
 // the number of one element is uniform, and whether two elements that share a byte are kept has a correlation of at most 1/128.

@@ -161,10 +161,12 @@ class ForwardWork final : public HeadWork {
     if (head.mode == ForwardMode::kVector) return vector_heads(p_, rows_of_head(head));
 #if defined(FA_SAME_BITS_UNPACKED)
     if (is_unpacked(head))
-      return min64(min64(vector_heads(p_, rows_of_head(head)), layout_.most_heads), SameBitsTiles::kMostHeads);
+      return min64(min64(vector_heads(p_, rows_of_head(head)), layout_.most_heads), SameBitsTiles::most_heads(parts()));
 #endif
     return 1;
   }
+  // Numbers of bf16 that one of the operands is, for SameBitsTiles.
+  int64_t parts() const { return p_.q.dtype == Dtype::f16 ? 2 : 1; }
   // Whether SameBitsSegment computes a head.
   bool is_unpacked([[maybe_unused]] const Head &head) const {
 #if defined(FA_TARGET_AMX)
@@ -208,7 +210,7 @@ class ForwardWork final : public HeadWork {
     if (is_unpacked(head)) {
       const VectorSplit split{head.head_k, heads, rows, keys};
 #if defined(FA_TARGET_AMX)
-      const SameBitsTiles tiles(tiles_, packed_keys(scratch), p_.head_dim, heads, p_.q.dtype == Dtype::f16 ? 2 : 1);
+      const SameBitsTiles tiles(tiles_, packed_keys(scratch), p_.head_dim, heads, parts());
 #else
       const SameBitsTiles tiles;
 #endif

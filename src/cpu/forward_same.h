@@ -15,7 +15,7 @@ namespace fa::cpu::FA_ISA {
 
 #if !defined(FA_TARGET_AMX)
 struct SameBitsTiles {  // there is no tile unit
-  static constexpr int64_t kMostHeads = kVectorScratchRows;
+  static constexpr int64_t most_heads(int64_t) { return kVectorScratchRows; }
 };
 #endif
 

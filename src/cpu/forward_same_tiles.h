@@ -151,8 +151,9 @@ __attribute__((noinline)) void add_tile_step_of_parts(const char *const *values,
 // The products of a split of few rows.
 class SameBitsTiles {
  public:
-  // Queries of as many heads find room where a block of keys would be packed, in each of their parts, and a copy of 16 keys where its values would be.
-  static constexpr int64_t kMostHeads = kBlockKeys / kTileRows;
+  // Queries of as many heads find room where a block of keys would be packed. A copy of 16 keys has that of its values or, in parts, that of the last head's queries:
+  // there the room of the values is left to later().
+  static constexpr int64_t most_heads(int64_t parts) { return kBlockKeys / kTileRows - (parts - 1); }
 
   SameBitsTiles(Tiles &tiles, char *memory, int64_t head_dim, int64_t heads, int64_t parts)
       : tiles_(tiles),

@@ -56,7 +56,8 @@ class KeptHalves {
   uint32_t inverted_ = 0;  // all ones where numbers below the limit are kept
 };
 
-// What is kept of the elements of two calls of the generator, to be inverted as reach_limit(): bit n of each half of a word tells of halves of the n-th word of the calls.
+// What is kept of the elements of two calls of the generator, still to be combined with KeptHalves::inverted(): bit n of each half of a word tells of halves of the n-th
+// word of the calls.
 struct KeptOfCalls {
   uint32_t even = 0, odd = 0;  // of even and of odd rows
 
@@ -131,7 +132,7 @@ __device__ __forceinline__ uint32_t dropout_counter0(int key0, int lane) {
   return static_cast<uint32_t>(key0 + 4 * (lane >> 3) + (lane & 3));
 }
 // Each lane has eight words of two calls, those of even rows for the first two of four tiles of 16 keys, the others for the last two. Returns what is kept of this lane's elements of all
-// four at kept_bit(), to be inverted as before.
+// four at kept_bit(), still to be combined with KeptHalves::inverted().
 __device__ __forceinline__ uint32_t exchange_kept(const KeptOfCalls &kept, int lane) {
   const bool odd = owns_odd_rows(lane);
   const uint32_t others = __shfl_xor_sync(~0u, odd ? kept.even : kept.odd, 4);

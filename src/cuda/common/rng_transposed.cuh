@@ -11,7 +11,7 @@ __device__ __forceinline__ uint32_t transposed_dropout_counter0(int key0, int la
   return static_cast<uint32_t>(key0 + 4 * (lane & 3) + (lane >> 3));
 }
 // Each lane has eight words of two calls, those of even keys for the first two of four tiles of 16 queries, the others for the last two. Returns what is kept of this lane's pairs of all
-// four at kept_bit(), to be inverted as before.
+// four at kept_bit(), still to be combined with KeptHalves::inverted().
 __device__ __forceinline__ uint32_t exchange_kept_transposed(const KeptOfCalls &kept, int lane) {
   const bool odd = owns_odd_rows(lane);
   // Bits of even keys lie in bytes 0, of odd ones in bytes 2. The byte of even queries, then that of odd ones:
