@@ -355,12 +355,12 @@ class SameBitsSegment {
         for (int64_t n = 0; n < count; ++n) values[n] = rows.rows.row(step + n);
         ahead.begin(step, count);
         for (int64_t h = 0; h < split_.count; ++h) {
-          const auto [begin, end] = seen_of_step(first, step, count, h);
-          if (begin >= end || as_floats[h]) continue;
+          const SeenOfStep seen = seen_of_step(first, step, count, h);
+          if (seen.begin >= seen.end || as_floats[h]) continue;
           for_row_groups<4>(
               split_.rows, [&]<int ROWS>(int64_t r) __attribute__((always_inline)) {
                 const int64_t row = h * split_.rows + r;
-                add_tile_step<ROWS>(values, begin, end, h * rows.head_bytes, p_.head_dim_v,
+                add_tile_step<ROWS>(values, seen.begin, seen.end, h * rows.head_bytes, p_.head_dim_v,
                                     area_.s + row * kBlockKeys + step - first, kBlockKeys, area_.o + row * area_.ldo, area_.ldo,
                                     ahead);
               });
@@ -408,12 +408,12 @@ class SameBitsSegment {
     const SubnormalsAreZero mode;
     for (int64_t step = keys.begin; step < keys.end; step += kTileDepth) {
       const int64_t count = min64(keys.end - step, kTileDepth);
-      const auto [begin, end] = seen_of_step(first, step, count, h);
+      const SeenOfStep seen = seen_of_step(first, step, count, h);
       if (h == 0 && row == 0) ahead.begin(step, count);
-      if (begin >= end) continue;
+      if (seen.begin >= seen.end) continue;
       const char *values[kTileDepth];
       for (int64_t n = 0; n < count; ++n) values[n] = rows.rows.row(step + n);
-      add_tile_step_of_parts<ROWS>(values, begin, end, h * rows.head_bytes, p_.head_dim_v, low + step - first,
+      add_tile_step_of_parts<ROWS>(values, seen.begin, seen.end, h * rows.head_bytes, p_.head_dim_v, low + step - first,
                                    high + step - first, kBlockKeys, o, ldo, later + steps * of_step, of_product, probe, ahead);
       ++steps;
     }

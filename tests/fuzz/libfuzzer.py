@@ -23,6 +23,14 @@ def run(*command, **how):
     return subprocess.run(list(map(str, command)), check=True, **how)
 
 
+def run_quietly(*command):
+    """Shows what the command printed only if it failed."""
+    print("+", " ".join(map(str, command)), flush=True)
+    done = subprocess.run(list(map(str, command)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        sys.exit("\n".join(line for line in done.stdout.splitlines() if "] Building" not in line))
+
+
 def clang_with_libfuzzer():
     if shutil.which("clang++") is None:
         return False
@@ -37,11 +45,11 @@ def main():
     if not clang_with_libfuzzer():
         print("skipped: no clang++ with libFuzzer")
         return 77
-    run(cmake, "-G", generator, "-S", source, "-B", build, "-DCMAKE_C_COMPILER=clang", "-DCMAKE_CXX_COMPILER=clang++",
-        "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -gline-tables-only", f"-DFA_SANITIZE={SANITIZERS}",
-        "-DFA_WITH_CUDA=OFF", "-DFA_BUILD_BINDINGS=OFF", "-DFA_BUILD_BENCH=OFF", "-DFA_BUILD_CLI=OFF", "-DFA_BUILD_DOCS=OFF",
-        stdout=subprocess.DEVNULL)
-    run(cmake, "--build", build, "--target", "fa_libfuzzer", "--parallel", os.cpu_count(), stdout=subprocess.DEVNULL)
+    run_quietly(cmake, "-G", generator, "-S", source, "-B", build, "-DCMAKE_C_COMPILER=clang", "-DCMAKE_CXX_COMPILER=clang++",
+                "-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DCMAKE_CXX_FLAGS_RELWITHDEBINFO=-O1 -gline-tables-only",
+                f"-DFA_SANITIZE={SANITIZERS}", "-DFA_WITH_CUDA=OFF", "-DFA_BUILD_BINDINGS=OFF", "-DFA_BUILD_BENCH=OFF",
+                "-DFA_BUILD_CLI=OFF", "-DFA_BUILD_DOCS=OFF")
+    run_quietly(cmake, "--build", build, "--target", "fa_libfuzzer", "--parallel", os.cpu_count())
     corpus = Path(source) / "tests/fuzz/corpus"
     findings = Path(build) / "findings"
     with tempfile.TemporaryDirectory() as found:  # new inputs; the corpus in the tree stays as it is
