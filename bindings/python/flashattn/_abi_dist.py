@@ -149,6 +149,9 @@ def _declare() -> None:
         "fa_dist_prepare": (c_int32, [dist, layout, attention, gradients]),
         "fa_dist_forward": (c_int32, [dist, layout, attention, c_void_p, c_size_t, stream]),
         "fa_dist_backward": (c_int32, [dist, layout, attention, gradients, c_void_p, c_size_t, stream]),
+        "fa_dist_decode": (c_int32, [dist, attention, c_void_p, c_size_t, stream]),
+        "fa_dist_decode_query": (c_int32, [dist, attention, POINTER(fa_dist_info)]),
+        "fa_dist_decode_prepare": (c_int32, [dist, attention]),
         "fa_dist_status": (c_int32, [dist]),
         "fa_dist_abort": (c_int32, [dist]),
     }

@@ -372,6 +372,7 @@ for _device in ("CPU", "CUDA"):
 Names = Tuple[str, ...]
 Numbers = Tuple[Tuple[str, Any], ...]
 _DIFFERENTIABLE = ("q", "k", "v", "bias", "sink")
+_NO_GRADIENT = "{0} requires a gradient, but flashattn has none for it; give {0}.detach()"
 _NO_TANGENT = "flashattn has no forward-mode derivative (torch.func.jvp, jacfwd, dual numbers) {}; use reverse mode (torch.func.vjp, jacrev)"
 _NO_SECOND = "flashattn has no second derivative; its gradients and tangents cannot be differentiated again"
 
@@ -421,9 +422,7 @@ def _gradients(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> Any:
         elif name == "sink":
             sink = True
         else:
-            raise NotImplementedError(
-                f"{name} requires a gradient, but flashattn has none for it; give {name}.detach()"
-            )
+            raise NotImplementedError(_NO_GRADIENT.format(name))
     if dout is None:
         dout = torch.zeros_like(out)
     needed = (*wanted[:3], bias, sink)
