@@ -3,6 +3,7 @@
 
 #include <flashattn/flashattn_dl.h>
 #include <math.h>
+#include <sched.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stdlib.h>
@@ -23,6 +24,9 @@ struct fa_ggml {
   /* The node ends when every thread has come, and the first one has raised `nodes`. */
   atomic_int arrived;
   atomic_uint nodes;
+  /* What the mask of the node shows: bits of its pairs, and a summary of every row. It grows. */
+  void *scratch;
+  size_t scratch_size;
 };
 
 /* What a node needs besides its tensors. It is in the node's parameters, behind those of ggml_custom_4d: graphs are made without memory for
@@ -38,7 +42,12 @@ enum { kOptionsOffset = 32 }; /* ggml's own are a function, a number and a point
 _Static_assert(kOptionsOffset >= sizeof(void (*)(void)) + 8 + sizeof(void *), "the parameters of ggml_custom_4d come first");
 _Static_assert(kOptionsOffset + sizeof(node_options) <= GGML_MAX_OP_PARAMS, "no room for options in a node");
 
-static void relax(void) {
+/* A turn of a loop that waits. Where threads outnumber processors, the one that is waited for may need this one's. */
+static void relax(int *turns) {
+  if (++*turns % 256 == 0) {
+    sched_yield();
+    return;
+  }
 #if defined(__x86_64__)
   __builtin_ia32_pause();
 #elif defined(__aarch64__)
@@ -59,20 +68,21 @@ static void run_region(void *user, int32_t num_tasks, fa_task_fn task, void *tas
   fa->num_tasks = num_tasks;
   atomic_store(&fa->next, 0);
   atomic_store(&fa->open, true);
+  int turns = 0;
   take_tasks(fa);
   atomic_store(&fa->open, false);
-  /* Whoever saw it open has been counted before. */
-  while (atomic_load(&fa->inside) != 0) relax();
+  /* Whoever takes tasks saw it open after having been counted. */
+  while (atomic_load(&fa->inside) != 0) relax(&turns);
 }
 
 static void help(fa_ggml *fa) {
   const unsigned node = atomic_load(&fa->nodes);
   atomic_fetch_add(&fa->arrived, 1);
-  while (atomic_load(&fa->nodes) == node) {
+  for (int turns = 0; atomic_load(&fa->nodes) == node; relax(&turns)) {
+    if (!atomic_load(&fa->open)) continue;
     atomic_fetch_add(&fa->inside, 1);
     if (atomic_load(&fa->open)) take_tasks(fa);
     atomic_fetch_sub(&fa->inside, 1);
-    relax();
   }
 }
 
@@ -119,6 +129,120 @@ static void describe(const fa_ggml *fa, const node_options *options, struct ggml
   }
 }
 
+/* Masks of ggml are numbers that are added, and almost all of them say -infinity or 0. The library is faster where it knows what is hidden: it
+ * leaves out tiles that nobody sees. So the mask is read once before the call. */
+
+/* What a row of the mask shows: keys from `begin` to `end`, if `whole` all of them. `numbers`: it also adds something. */
+typedef struct row_mask {
+  int64_t begin, end;
+  bool whole, numbers;
+} row_mask;
+
+enum { kRowsOfTask = 16 };
+
+typedef struct mask_scan {
+  const struct ggml_tensor *mask;
+  int64_t rows;      /* of a head and sequence; the mask may have more */
+  int64_t words;     /* of 64 keys, in a row of `bits` */
+  uint64_t *bits;    /* (batch or 1, heads or 1, rows, words), the first key the lowest bit */
+  row_mask *summary; /* (batch or 1, heads or 1, rows) */
+} mask_scan;
+
+/* fa_task_fn: some rows of the mask. */
+static void scan_rows(void *opaque, int32_t task) {
+  const mask_scan *scan = opaque;
+  const struct ggml_tensor *mask = scan->mask;
+  const int64_t all = scan->rows * mask->ne[2] * mask->ne[3], first = (int64_t)task * kRowsOfTask;
+  for (int64_t n = first; n < first + kRowsOfTask && n < all; ++n) {
+    const int64_t row = n % scan->rows, head = n / scan->rows % mask->ne[2], entry = n / scan->rows / mask->ne[2];
+    const char *data =
+        (const char *)mask->data + (size_t)row * mask->nb[1] + (size_t)head * mask->nb[2] + (size_t)entry * mask->nb[3];
+    const uint16_t *half = (const uint16_t *)data;
+    uint64_t *const bits = scan->bits + n * scan->words;
+    row_mask seen = {0, 0, false, false};
+    int64_t count = 0;
+    unsigned any = 0;
+    for (int64_t word = 0; word < scan->words; ++word) {
+      const int64_t j = 64 * word, width = mask->ne[0] - j < 64 ? mask->ne[0] - j : 64;
+      uint64_t visible = 0;
+      for (int64_t bit = 0; bit < width; ++bit) {
+        const bool hidden = half[j + bit] == 0xfc00; /* -infinity */
+        visible |= (uint64_t)!hidden << bit;
+        any |= hidden ? 0 : half[j + bit];
+      }
+      bits[word] = visible;
+      if (visible == 0) continue;
+      if (count == 0) seen.begin = j + __builtin_ctzll(visible);
+      seen.end = j + 64 - __builtin_clzll(visible);
+      count += __builtin_popcountll(visible);
+    }
+    seen.whole = count == seen.end - seen.begin;
+    seen.numbers = (any & 0x7fff) != 0; /* -0 adds nothing */
+    scan->summary[n] = seen;
+  }
+}
+
+/* Whether every row sees a run of keys, the same in each head and sequence, that a causal mask or none and a window describe. Then `att` gets
+ * these in place of the mask, and only the keys that some row sees. */
+static bool described_by_positions(const mask_scan *scan, const struct ggml_tensor *k, const struct ggml_tensor *v,
+                                   fa_attention *att) {
+  const row_mask *const rows = scan->summary, last = rows[scan->rows - 1];
+  const int64_t all = scan->rows * scan->mask->ne[2] * scan->mask->ne[3], begin = rows[0].begin, behind = last.end - last.begin;
+  const bool causal = scan->rows > 1 && rows[0].end != last.end, window = last.begin != begin;
+  for (int64_t n = 0; n < all; ++n) {
+    const row_mask seen = rows[n];
+    const int64_t after = causal ? scan->rows - 1 - n % scan->rows : 0; /* rows behind this one */
+    const int64_t left = window ? last.begin - after : begin;
+    if (!seen.whole || seen.numbers || seen.begin == seen.end) return false;
+    if (seen.end != last.end - after || seen.begin != (left > begin ? left : begin)) return false;
+  }
+  att->mask = causal ? FA_MASK_CAUSAL : FA_MASK_NONE;
+  att->window = window ? FA_WINDOW_LEFT : 0;
+  att->window_left = window ? behind - 1 : 0;
+  att->k.data = (char *)att->k.data + (size_t)begin * k->nb[1];
+  att->v.data = (char *)att->v.data + (size_t)begin * v->nb[1];
+  att->k.shape[1] = att->v.shape[1] = last.end - begin;
+  return true;
+}
+
+/* (batch or 1, heads or 1, rows, keys) of bits. */
+static fa_tensor bits_tensor(const struct ggml_tensor *mask, int64_t rows, void *bits) {
+  const int64_t stride = (mask->ne[0] + 63) / 64 * 64;
+  const fa_tensor view = {
+      bits, {mask->ne[3], mask->ne[2], rows, mask->ne[0]}, {stride * rows * mask->ne[2], stride * rows, stride, 1}, FA_BIT, 4};
+  return view;
+}
+
+/* Says in `att`, which has the mask as a bias, what of it is hidden, and leaves the bias out if it adds nothing. Without memory for that the bias
+ * stays as it is. */
+static void read_mask(fa_ggml *fa, struct ggml_tensor *const *from, fa_attention *att) {
+  const struct ggml_tensor *mask = from[3];
+  mask_scan scan = {mask, att->q.shape[1], (mask->ne[0] + 63) / 64, NULL, NULL};
+  const int64_t all = scan.rows * mask->ne[2] * mask->ne[3];
+  const size_t bits_size = (size_t)(all * scan.words) * sizeof(uint64_t), size = bits_size + (size_t)all * sizeof(row_mask);
+  bool numbers = false, hidden = false;
+  if (all == 0) return;
+  if (size > fa->scratch_size) {
+    free(fa->scratch);
+    fa->scratch = malloc(size);
+    fa->scratch_size = fa->scratch == NULL ? 0 : size;
+  }
+  if (fa->scratch == NULL) return;
+  scan.bits = fa->scratch;
+  scan.summary = (row_mask *)((char *)fa->scratch + bits_size);
+  run_region(fa, (int32_t)((all + kRowsOfTask - 1) / kRowsOfTask), scan_rows, &scan);
+  if (described_by_positions(&scan, from[1], from[2], att)) {
+    att->bias = (fa_tensor){0};
+    return;
+  }
+  for (int64_t n = 0; n < all; ++n) {
+    numbers |= scan.summary[n].numbers;
+    hidden |= !scan.summary[n].whole || scan.summary[n].end - scan.summary[n].begin != mask->ne[0];
+  }
+  if (hidden) att->element_mask = bits_tensor(mask, scan.rows, scan.bits);
+  if (!numbers) att->bias = (fa_tensor){0};
+}
+
 /* ggml_custom_op_t, called on every thread of ggml's. */
 static void compute(struct ggml_tensor *result, int ith, int nth, void *opaque) {
   fa_ggml *fa = opaque;
@@ -130,11 +254,12 @@ static void compute(struct ggml_tensor *result, int ith, int nth, void *opaque) 
   fa_attention att;
   memcpy(&options, (const char *)result->op_params + kOptionsOffset, sizeof options);
   describe(fa, &options, result->src, result, &att);
+  if (options.has_mask) read_mask(fa, result->src, &att);
   if (fa->api.fa_forward(fa->ctx, &att, NULL, 0, NULL) != FA_OK) {
     snprintf(fa->error, sizeof fa->error, "%s", fa->api.fa_last_error(fa->ctx));
     for (int64_t n = 0; n < ggml_nelements(result); ++n) ((float *)result->data)[n] = NAN;
   }
-  while (atomic_load(&fa->arrived) != nth - 1) relax();
+  for (int turns = 0; atomic_load(&fa->arrived) != nth - 1;) relax(&turns);
   atomic_store(&fa->arrived, 0);
   atomic_fetch_add(&fa->nodes, 1);
 }
@@ -167,6 +292,7 @@ void fa_ggml_close(fa_ggml *fa) {
   if (fa == NULL) return;
   fa->api.fa_destroy(fa->ctx);
   fa_dl_close(&fa->api);
+  free(fa->scratch);
   free(fa);
 }
 
@@ -198,9 +324,15 @@ struct ggml_tensor *fa_ggml_flash_attn_ext(fa_ggml *fa, struct ggml_context *ctx
   memcpy((char *)result->op_params + kOptionsOffset, &options, sizeof options);
   /* Ask before the graph is computed, when tensors may have no memory yet: a query reads none. */
   describe(fa, &options, from, result, &att);
+  if (mask != NULL) att.element_mask = bits_tensor(mask, att.q.shape[1], NULL);
   {
-    fa_tensor *const all[] = {
-        &att.q, &att.k, &att.v, &att.out, mask != NULL ? &att.bias : NULL, sinks != NULL ? &att.sink : NULL};
+    fa_tensor *const all[] = {&att.q,
+                              &att.k,
+                              &att.v,
+                              &att.out,
+                              mask != NULL ? &att.bias : NULL,
+                              mask != NULL ? &att.element_mask : NULL,
+                              sinks != NULL ? &att.sink : NULL};
     for (size_t n = 0; n < sizeof all / sizeof *all; ++n) {
       if (all[n] != NULL && all[n]->data == NULL) all[n]->data = (void *)(((uintptr_t)n + 1) << 40);
     }

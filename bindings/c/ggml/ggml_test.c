@@ -12,11 +12,26 @@
 
 #include "fa_ggml.h"
 
+/* What a mask hides. A row's own key is the last one that a causal mask shows it, and that of the last row is the last key. */
+typedef enum hides {
+  NO_MASK,
+  NOTHING,
+  LATER,             /* keys after a row's own */
+  LATER_AND_NUMBERS, /* the same, and the mask adds numbers to the rest */
+  LATER_AND_ONE,     /* keys after a row's own, and one that every row hides */
+  DOCUMENTS,         /* keys after a row's own, and those of other documents, of which there are three */
+  SCATTERED,         /* a third of the pairs, and all of one row */
+  ENDS,              /* the first and the last keys, as if they were padding */
+  ENDS_LATER,        /* these, and keys after a row's own */
+  WINDOW             /* these, and keys long before a row's own */
+} hides;
+
 typedef struct problem {
   const char *name;
   enum ggml_type kv;
   int64_t dim, dim_v, rows, keys, heads, heads_k, batch;
-  bool mask, sinks;
+  hides mask;
+  bool sinks;
   int64_t mask_heads, mask_batch;
   float softcap;
   int threads;
@@ -71,12 +86,13 @@ static double largest_error(const problem *p, float scale, struct ggml_tensor *c
           scores[j] = x;
           if (x > top) top = x;
         }
+        if (top == -INFINITY) top = 0; /* a row that sees nothing */
         for (int64_t j = 0; j < p->keys; ++j) sum += scores[j] = exp(scores[j] - top);
         if (p->sinks) sum += exp(at(in[4], h, 0, 0, 0) - top);
         for (int64_t d = 0; d < p->dim_v; ++d) {
           double x = 0, difference;
           for (int64_t j = 0; j < p->keys; ++j) x += scores[j] * at(in[2], d, j, hk, b);
-          difference = fabs(x / sum - (double)out[((b * p->rows + i) * p->heads + h) * p->dim_v + d]);
+          difference = fabs((sum == 0 ? 0 : x / sum) - (double)out[((b * p->rows + i) * p->heads + h) * p->dim_v + d]);
           if (!(difference <= worst)) worst = difference; /* NaN counts */
         }
       }
@@ -84,6 +100,31 @@ static double largest_error(const problem *p, float scale, struct ggml_tensor *c
   }
   free(scores);
   return worst;
+}
+
+static bool hidden(const problem *p, int64_t i, int64_t j) {
+  const int64_t end = p->keys - p->keys / 5, begin = p->keys / 7; /* of the kinds that begin and end inside */
+  switch (p->mask) {
+    case LATER:
+    case LATER_AND_NUMBERS:
+      return j > i + p->keys - p->rows;
+    case LATER_AND_ONE:
+      return j > i + p->keys - p->rows || j == 3;
+    case DOCUMENTS:
+      return j > i + p->keys - p->rows || j < i / (p->rows / 3) * (p->rows / 3);
+    case SCATTERED:
+      return draw() < -0.34f || i == p->rows / 2;
+    case ENDS:
+      return j < begin || j >= end;
+    case ENDS_LATER:
+      return j < begin || j > i + end - p->rows;
+    case WINDOW:
+      return j < begin || j > i + end - p->rows || j < i + end - p->rows - p->keys / 3;
+    case NO_MASK:
+    case NOTHING:
+      break;
+  }
+  return false;
 }
 
 static int run(const problem *p, const char *library) {
@@ -107,10 +148,11 @@ static int run(const problem *p, const char *library) {
   for (int n = 0; n < 5; ++n) {
     if (in[n] != NULL) fill(in[n], n < 3 ? 2.0f : 1.0f);
   }
-  if (p->mask) { /* causal, and otherwise a bias */
+  if (p->mask) {
     for (int64_t n = 0; n < ggml_nelements(in[3]); ++n) {
       const int64_t j = n % p->keys, i = n / p->keys % p->rows;
-      if (j > i + p->keys - p->rows) ((ggml_fp16_t *)in[3]->data)[n] = ggml_fp32_to_fp16(-INFINITY);
+      if (p->mask != LATER_AND_NUMBERS) ((ggml_fp16_t *)in[3]->data)[n] = ggml_fp32_to_fp16(n % 7 == 0 ? -0.0f : 0.0f);
+      if (hidden(p, i, j)) ((ggml_fp16_t *)in[3]->data)[n] = ggml_fp32_to_fp16(-INFINITY);
     }
   }
   q = in[0], k = in[1], v = in[2], mask = in[3], sinks = in[4];
@@ -170,12 +212,24 @@ static int refusals(const char *library) {
 
 int main(int argc, char **argv) {
   const problem problems[] = {
-      {"causal mask, F16 cache, 2 threads", GGML_TYPE_F16, 64, 64, 37, 61, 4, 4, 2, true, false, 1, 1, 0, 2},
-      {"grouped heads, F32, 3 threads", GGML_TYPE_F32, 80, 48, 19, 150, 6, 2, 1, false, false, 1, 1, 0, 3},
-      {"softcap, mask of every head and sequence, 4 threads", GGML_TYPE_F16, 128, 128, 33, 70, 4, 2, 3, true, false, 4, 3, 15,
-       4},
-      {"one row of a BF16 cache, sinks, 2 threads", GGML_TYPE_BF16, 64, 64, 1, 257, 8, 2, 2, true, true, 1, 1, 0, 2},
-      {"1 thread", GGML_TYPE_F16, 64, 64, 5, 9, 2, 1, 1, true, true, 1, 1, 0, 1},
+      {"causal mask, F16 cache, 2 threads", GGML_TYPE_F16, 64, 64, 37, 61, 4, 4, 2, LATER, false, 1, 1, 0, 2},
+      {"causal mask and numbers, 2 threads", GGML_TYPE_F16, 64, 64, 37, 161, 4, 4, 2, LATER_AND_NUMBERS, false, 1, 1, 0, 2},
+      {"grouped heads, F32, 3 threads", GGML_TYPE_F32, 80, 48, 19, 150, 6, 2, 1, NO_MASK, false, 1, 1, 0, 3},
+      {"softcap, mask of every head and sequence, 4 threads", GGML_TYPE_F16, 128, 128, 33, 70, 4, 2, 3, LATER_AND_NUMBERS,
+       false, 4, 3, 15, 4},
+      {"one row of a BF16 cache, sinks, 2 threads", GGML_TYPE_BF16, 64, 64, 1, 257, 8, 2, 2, LATER_AND_NUMBERS, true, 1, 1, 0,
+       2},
+      {"1 thread", GGML_TYPE_F16, 64, 64, 5, 9, 2, 1, 1, LATER, true, 1, 1, 0, 1},
+      {"a mask that hides nothing", GGML_TYPE_F16, 64, 64, 21, 130, 4, 2, 2, NOTHING, false, 1, 2, 0, 2},
+      {"causal mask, one key hidden", GGML_TYPE_F16, 64, 64, 37, 61, 4, 4, 2, LATER_AND_ONE, false, 1, 1, 0, 2},
+      {"three documents", GGML_TYPE_F16, 64, 64, 60, 60, 4, 2, 1, DOCUMENTS, false, 1, 1, 0, 2},
+      {"scattered pairs, a row without keys", GGML_TYPE_F16, 64, 64, 70, 150, 4, 2, 2, SCATTERED, false, 1, 2, 0, 2},
+      {"scattered pairs of every head, sinks", GGML_TYPE_F16, 64, 64, 20, 64, 4, 2, 2, SCATTERED, true, 4, 2, 0, 3},
+      {"padded on both sides", GGML_TYPE_F16, 64, 64, 40, 200, 4, 2, 2, ENDS, false, 1, 1, 0, 2},
+      {"one row, padded on both sides", GGML_TYPE_F16, 64, 64, 1, 200, 8, 2, 2, ENDS, true, 1, 1, 0, 2},
+      {"causal, padded on both sides", GGML_TYPE_BF16, 64, 48, 40, 200, 4, 2, 2, ENDS_LATER, false, 1, 2, 0, 2},
+      {"window, padded on both sides", GGML_TYPE_F16, 64, 64, 90, 200, 4, 2, 2, WINDOW, false, 1, 1, 0, 2},
+      {"window of every head, long cache", GGML_TYPE_F16, 64, 64, 20, 300, 4, 2, 1, WINDOW, true, 4, 1, 0, 2},
   };
   int wrong = 0;
   if (argc < 2) return 2;
