@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Speed of the CPU backend through the public interface: a table for people, JSON for tools (docs/performance.md says how to read
+// Speed of the CPU backend through the public interface: a table for people, JSON for tools (docs/performance_cpu.md says how to read
 // both). Every figure is the best of several repetitions, and beside it stands the fraction of what the machine could do in the same
 // second: fp32 multiply-adds for forward and backward, reading memory for decoding. Repetitions during which that changed by more than
 // 5 % do not count, unless there are no others.
