@@ -4,6 +4,7 @@
 
 #include <flashattn/flashattn.h>
 #include <array>
+#include <cstring>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -19,17 +20,47 @@ struct Refused : std::runtime_error {
   using runtime_error::runtime_error;
 };
 
-struct Context {
-  fa_context handle = nullptr;
+const OrtApi *registered_api = nullptr;
+const OrtApi *api_of_threads = nullptr;  // null with ONNX Runtime 1.16, where the library starts threads of its own
+
+class Context {
+ public:
   Context() {
     fa_config config;
     fa_config_init(&config, sizeof config);
     config.device_type = FA_DEVICE_CPU;
-    if (fa_create(&handle, &config) != FA_OK) throw Refused(fa_last_error(nullptr));
+    if (api_of_threads != nullptr) {
+      config.parallel_for = parallel_for;
+      config.parallel_for_user = this;
+    }
+    if (fa_create(&handle_, &config) != FA_OK) throw Refused(fa_last_error(nullptr));
   }
-  ~Context() { fa_destroy(handle); }
+  ~Context() { fa_destroy(handle_); }
   Context(const Context &) = delete;
   Context &operator=(const Context &) = delete;
+
+  // Throws the library's sentence.
+  void forward(const fa_attention &att, const OrtKernelContext &node) {
+    node_ = &node;
+    if (fa_forward(handle_, &att, nullptr, 0, nullptr) != FA_OK)
+      throw Refused(std::string("Attention: ") + fa_last_error(handle_));
+  }
+
+ private:
+  // fa_parallel_for_fn, on the threads of the session. Tasks that did not run are noticed by the library.
+  static void parallel_for(void *user, int32_t num_tasks, fa_task_fn task, void *task_context) {
+    std::pair call(task, task_context);
+    const auto run = [](void *argument, size_t n) {
+      const auto &[function, context] = *static_cast<decltype(call) *>(argument);
+      function(context, static_cast<int32_t>(n));
+    };
+    OrtStatus *status = api_of_threads->KernelContext_ParallelFor(static_cast<Context *>(user)->node_, run,
+                                                                  static_cast<size_t>(num_tasks), 0, &call);
+    if (status != nullptr) api_of_threads->ReleaseStatus(status);
+  }
+
+  fa_context handle_ = nullptr;
+  const OrtKernelContext *node_ = nullptr;  // of the call that runs
 };
 
 // ONNX Runtime may compute a node in several threads at once; a context serves one call at a time.
@@ -94,10 +125,8 @@ class Kernel {
     check(api_.KernelContext_GetOutput(&context, 0, shape.data(), shape.size(), &value));
     att.out = tensor(*value, shape);
     std::unique_ptr<Context> ours = contexts_.take();
-    const bool failed = fa_forward(ours->handle, &att, nullptr, 0, nullptr) != FA_OK;
-    const std::string sentence = failed ? fa_last_error(ours->handle) : "";
+    ours->forward(att, context);
     contexts_.give(std::move(ours));
-    if (failed) throw Refused("Attention: " + sentence);
   }
 
  private:
@@ -165,8 +194,6 @@ class Kernel {
   Contexts contexts_;
 };
 
-const OrtApi *registered_api = nullptr;
-
 template <class Function>
 OrtStatus *guarded(Function function) {
   try {
@@ -216,6 +243,8 @@ extern "C" __attribute__((visibility("default"))) OrtStatus *RegisterCustomOps(O
     return base->GetApi(1)->CreateStatus(ORT_FAIL, "com.flashattn needs ONNX Runtime 1.16 or newer");
   }
   registered_api = api;
+  // 1.16 would print that it has no such version.
+  if (std::strncmp(base->GetVersionString(), "1.16.", 5) != 0) api_of_threads = base->GetApi(ort_api_version_of_threads);
   // A domain lives as long as sessions may use it: to the end of the process.
   static OrtCustomOpDomain *domain = nullptr;
   static std::mutex mutex;

@@ -15,6 +15,7 @@ struct OrtTensorTypeAndShapeInfo;
 struct OrtCustomOp;
 
 constexpr uint32_t ort_api_version = 16;
+constexpr uint32_t ort_api_version_of_threads = 17;  // the first with KernelContext_ParallelFor
 
 enum OrtErrorCode : int { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2 };
 enum OrtElementType : int { ORT_FLOAT = 1, ORT_FLOAT16 = 10, ORT_BFLOAT16 = 16 };
@@ -47,8 +48,14 @@ struct OrtApi {
   void (*ReleaseTensorTypeAndShapeInfo)(OrtTensorTypeAndShapeInfo *);
   Unused unused_100;
   void (*ReleaseCustomOpDomain)(OrtCustomOpDomain *);
+  // Not there in every version from here on.
+  Unused unused_102[172];
+  // Calls fn(argument, n) for every n below `total`, on the session's threads for operators, and returns when all have returned.
+  OrtStatus *(*KernelContext_ParallelFor)(const OrtKernelContext *, void (*fn)(void *, size_t), size_t total, size_t num_batch,
+                                          void *argument);
 };
 static_assert(offsetof(OrtApi, ReleaseCustomOpDomain) == 101 * sizeof(void *), "the first version of OrtApi has 102 functions");
+static_assert(offsetof(OrtApi, KernelContext_ParallelFor) == 274 * sizeof(void *), "its place in version 17");
 
 struct OrtApiBase {
   const OrtApi *(*GetApi)(uint32_t version);

@@ -32,6 +32,7 @@ def session(threads=0, dtype=TensorProto.FLOAT, ranks=(4, 4, 4), **attributes):
     model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    options.intra_op_num_threads = threads
     options.register_custom_ops_library(LIBRARY)
     return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
 
@@ -90,6 +91,17 @@ class AttentionTest(unittest.TestCase):
             results = list(pool.map(lambda given: run.run(None, given)[0], cases))
         for given, result in zip(cases, results):
             np.testing.assert_allclose(result, expected(given), rtol=1e-4, atol=1e-4)
+
+    def test_threads_are_those_of_the_session(self):
+        given = draw(300, 500)
+        for threads in (1, 3):
+            with self.subTest(threads=threads):
+                run = session(threads)
+                before = os.listdir("/proc/self/task")
+                result = run.run(None, given)[0]
+                np.testing.assert_allclose(result, expected(given), rtol=1e-4, atol=1e-4)
+                if tuple(int(n) for n in onnxruntime.__version__.split(".")[:2]) >= (1, 17):
+                    self.assertEqual(set(os.listdir("/proc/self/task")) - set(before), set())
 
     def test_attributes_are_refused_with_a_sentence(self):
         for attributes, words in (
