@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """flashattn.vllm through the interface classes of vLLM itself: what it tells the selection, the cache it writes, attention over that cache next to
-float64. No engine runs: vLLM's package has kernels for GPUs alone.
+float64. test_vllm_engine runs the backend in vLLM's engine.
 """
 
 import importlib
