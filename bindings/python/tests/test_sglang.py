@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""flashattn.sglang through the classes of SGLang itself: its layer, its batch and its memory pools, next to float64. No engine runs: SGLang's has
-kernels for GPUs alone.
+"""flashattn.sglang through the classes of SGLang itself: its layer, its batch and its memory pools, next to float64. test_sglang_engine runs the
+backend in SGLang's engine.
 """
 
 import argparse
