@@ -8,6 +8,21 @@
 #include <stdbool.h>
 #include <stdlib.h>
 
+typedef struct scratch {
+  void *data;
+  size_t size;
+} scratch;
+
+/* At least `size` bytes, or NULL. */
+static void *grow(scratch *memory, size_t size) {
+  if (size > memory->size) {
+    free(memory->data);
+    memory->data = malloc(size);
+    memory->size = memory->data == NULL ? 0 : size;
+  }
+  return memory->data;
+}
+
 /* ggml runs a node on all of its threads. The first one calls the library. The library asks for parallel regions, and the other threads take
  * their tasks. */
 struct fa_ggml {
@@ -24,9 +39,8 @@ struct fa_ggml {
   /* The node ends when every thread has come, and the first one has raised `nodes`. */
   atomic_int arrived;
   atomic_uint nodes;
-  /* What the mask of the node shows: bits of its pairs, and a summary of every row. It grows. */
-  void *scratch;
-  size_t scratch_size;
+  /* What the mask of the node shows: bits of its pairs, and a summary of every row; and lists of keys. They grow. */
+  scratch mask, lists;
 };
 
 /* What a node needs besides its tensors. It is in the node's parameters, behind those of ggml_custom_4d: graphs are made without memory for
@@ -42,9 +56,10 @@ enum { kOptionsOffset = 32 }; /* ggml's own are a function, a number and a point
 _Static_assert(kOptionsOffset >= sizeof(void (*)(void)) + 8 + sizeof(void *), "the parameters of ggml_custom_4d come first");
 _Static_assert(kOptionsOffset + sizeof(node_options) <= GGML_MAX_OP_PARAMS, "no room for options in a node");
 
-/* A turn of a loop that waits. Where threads outnumber processors, the one that is waited for may need this one's. */
+/* A turn of a loop that waits. Where threads outnumber processors, the one that is waited for may need this one's; but it is lost for
+ * milliseconds then, to another program perhaps. */
 static void relax(int *turns) {
-  if (++*turns % 256 == 0) {
+  if (++*turns % 65536 == 0) {
     sched_yield();
     return;
   }
@@ -132,35 +147,37 @@ static void describe(const fa_ggml *fa, const node_options *options, struct ggml
 /* Masks of ggml are numbers that are added, and almost all of them say -infinity or 0. The library is faster where it knows what is hidden: it
  * leaves out tiles that nobody sees. So the mask is read once before the call. */
 
-/* What a row of the mask shows: keys from `begin` to `end`, if `whole` all of them. `numbers`: it also adds something. */
+/* What a row of the mask shows: `count` of the keys from `begin` to `end`. `numbers`: it also adds something. */
 typedef struct row_mask {
-  int64_t begin, end;
-  bool whole, numbers;
+  int64_t begin, end, count;
+  bool numbers;
 } row_mask;
 
-enum { kRowsOfTask = 16 };
+enum { kRowsOfTask = 16, kFewRows = 64 };
 
 typedef struct mask_scan {
   const struct ggml_tensor *mask;
   int64_t rows;      /* of a head and sequence; the mask may have more */
+  int64_t all;       /* of all heads and sequences of the mask */
   int64_t words;     /* of 64 keys, in a row of `bits` */
   uint64_t *bits;    /* (batch or 1, heads or 1, rows, words), the first key the lowest bit */
   row_mask *summary; /* (batch or 1, heads or 1, rows) */
+  int32_t *lists;    /* (batch or 1, rows, length): keys that a row sees, and -1 behind them */
+  int64_t length;
 } mask_scan;
 
 /* fa_task_fn: some rows of the mask. */
 static void scan_rows(void *opaque, int32_t task) {
   const mask_scan *scan = opaque;
   const struct ggml_tensor *mask = scan->mask;
-  const int64_t all = scan->rows * mask->ne[2] * mask->ne[3], first = (int64_t)task * kRowsOfTask;
-  for (int64_t n = first; n < first + kRowsOfTask && n < all; ++n) {
+  const int64_t first = (int64_t)task * kRowsOfTask;
+  for (int64_t n = first; n < first + kRowsOfTask && n < scan->all; ++n) {
     const int64_t row = n % scan->rows, head = n / scan->rows % mask->ne[2], entry = n / scan->rows / mask->ne[2];
     const char *data =
         (const char *)mask->data + (size_t)row * mask->nb[1] + (size_t)head * mask->nb[2] + (size_t)entry * mask->nb[3];
     const uint16_t *half = (const uint16_t *)data;
     uint64_t *const bits = scan->bits + n * scan->words;
-    row_mask seen = {0, 0, false, false};
-    int64_t count = 0;
+    row_mask seen = {0, 0, 0, false};
     unsigned any = 0;
     for (int64_t word = 0; word < scan->words; ++word) {
       const int64_t j = 64 * word, width = mask->ne[0] - j < 64 ? mask->ne[0] - j : 64;
@@ -172,11 +189,10 @@ static void scan_rows(void *opaque, int32_t task) {
       }
       bits[word] = visible;
       if (visible == 0) continue;
-      if (count == 0) seen.begin = j + __builtin_ctzll(visible);
+      if (seen.count == 0) seen.begin = j + __builtin_ctzll(visible);
       seen.end = j + 64 - __builtin_clzll(visible);
-      count += __builtin_popcountll(visible);
+      seen.count += __builtin_popcountll(visible);
     }
-    seen.whole = count == seen.end - seen.begin;
     seen.numbers = (any & 0x7fff) != 0; /* -0 adds nothing */
     scan->summary[n] = seen;
   }
@@ -187,13 +203,13 @@ static void scan_rows(void *opaque, int32_t task) {
 static bool described_by_positions(const mask_scan *scan, const struct ggml_tensor *k, const struct ggml_tensor *v,
                                    fa_attention *att) {
   const row_mask *const rows = scan->summary, last = rows[scan->rows - 1];
-  const int64_t all = scan->rows * scan->mask->ne[2] * scan->mask->ne[3], begin = rows[0].begin, behind = last.end - last.begin;
+  const int64_t begin = rows[0].begin, behind = last.end - last.begin;
   const bool causal = scan->rows > 1 && rows[0].end != last.end, window = last.begin != begin;
-  for (int64_t n = 0; n < all; ++n) {
+  for (int64_t n = 0; n < scan->all; ++n) {
     const row_mask seen = rows[n];
     const int64_t after = causal ? scan->rows - 1 - n % scan->rows : 0; /* rows behind this one */
     const int64_t left = window ? last.begin - after : begin;
-    if (!seen.whole || seen.numbers || seen.begin == seen.end) return false;
+    if (seen.count == 0 || seen.count != seen.end - seen.begin || seen.numbers) return false;
     if (seen.end != last.end - after || seen.begin != (left > begin ? left : begin)) return false;
   }
   att->mask = causal ? FA_MASK_CAUSAL : FA_MASK_NONE;
@@ -213,33 +229,74 @@ static fa_tensor bits_tensor(const struct ggml_tensor *mask, int64_t rows, void 
   return view;
 }
 
+/* Whether there are few rows, which have few keys in common, as the newest tokens of sequences that share a cache. Then a row is better computed
+ * over a list of its own keys. */
+static bool are_apart(const mask_scan *scan) {
+  int64_t pairs = 0, computed = 0; /* visible pairs; those of every row with what any row of its sequence sees */
+  if (scan->rows > kFewRows || scan->mask->ne[2] != 1) return false;
+  for (int64_t entry = 0; entry < scan->mask->ne[3]; ++entry) {
+    const int64_t first = entry * scan->rows;
+    for (int64_t word = 0; word < scan->words; ++word) {
+      uint64_t any = 0;
+      for (int64_t n = first; n < first + scan->rows; ++n) any |= scan->bits[n * scan->words + word];
+      if (any != 0) computed += 64 * scan->rows;
+    }
+    for (int64_t n = first; n < first + scan->rows; ++n) pairs += scan->summary[n].count;
+  }
+  return 2 * pairs <= computed;
+}
+
+/* fa_task_fn: the lists of some rows. */
+static void list_rows(void *opaque, int32_t task) {
+  const mask_scan *scan = opaque;
+  const int64_t first = (int64_t)task * kRowsOfTask;
+  for (int64_t n = first; n < first + kRowsOfTask && n < scan->all; ++n) {
+    int32_t *const list = scan->lists + n * scan->length;
+    int64_t count = 0;
+    for (int64_t word = 0; word < scan->words; ++word) {
+      for (uint64_t bits = scan->bits[n * scan->words + word]; bits != 0; bits &= bits - 1)
+        list[count++] = (int32_t)(64 * word + __builtin_ctzll(bits));
+    }
+    while (count < scan->length) list[count++] = -1;
+  }
+}
+
 /* Says in `att`, which has the mask as a bias, what of it is hidden, and leaves the bias out if it adds nothing. Without memory for that the bias
  * stays as it is. */
 static void read_mask(fa_ggml *fa, struct ggml_tensor *const *from, fa_attention *att) {
   const struct ggml_tensor *mask = from[3];
-  mask_scan scan = {mask, att->q.shape[1], (mask->ne[0] + 63) / 64, NULL, NULL};
-  const int64_t all = scan.rows * mask->ne[2] * mask->ne[3];
-  const size_t bits_size = (size_t)(all * scan.words) * sizeof(uint64_t), size = bits_size + (size_t)all * sizeof(row_mask);
+  const int64_t rows = att->q.shape[1], all = rows * mask->ne[2] * mask->ne[3], words = (mask->ne[0] + 63) / 64;
+  const size_t bits_size = (size_t)(all * words) * sizeof(uint64_t);
+  const int32_t tasks = (int32_t)((all + kRowsOfTask - 1) / kRowsOfTask);
+  char *memory = all == 0 ? NULL : grow(&fa->mask, bits_size + (size_t)all * sizeof(row_mask));
+  mask_scan scan = {mask, rows, all, words, NULL, NULL, NULL, 0};
   bool numbers = false, hidden = false;
-  if (all == 0) return;
-  if (size > fa->scratch_size) {
-    free(fa->scratch);
-    fa->scratch = malloc(size);
-    fa->scratch_size = fa->scratch == NULL ? 0 : size;
+  if (memory == NULL) return;
+  scan.bits = (uint64_t *)memory;
+  scan.summary = (row_mask *)(memory + bits_size);
+  run_region(fa, tasks, scan_rows, &scan);
+  for (int64_t n = 0; n < all; ++n) {
+    const row_mask seen = scan.summary[n];
+    numbers |= seen.numbers;
+    hidden |= seen.count != mask->ne[0];
+    if (seen.count > scan.length) scan.length = seen.count;
   }
-  if (fa->scratch == NULL) return;
-  scan.bits = fa->scratch;
-  scan.summary = (row_mask *)((char *)fa->scratch + bits_size);
-  run_region(fa, (int32_t)((all + kRowsOfTask - 1) / kRowsOfTask), scan_rows, &scan);
   if (described_by_positions(&scan, from[1], from[2], att)) {
     att->bias = (fa_tensor){0};
     return;
   }
-  for (int64_t n = 0; n < all; ++n) {
-    numbers |= scan.summary[n].numbers;
-    hidden |= !scan.summary[n].whole || scan.summary[n].end - scan.summary[n].begin != mask->ne[0];
+  if (!numbers && are_apart(&scan)) {
+    scan.lists = grow(&fa->lists, (size_t)(all * scan.length + 1) * sizeof(int32_t));
+    if (scan.lists != NULL) {
+      const int64_t entries = mask->ne[3] == 1 ? 0 : rows * scan.length; /* one mask for all sequences */
+      run_region(fa, tasks, list_rows, &scan);
+      att->kv_indices =
+          (fa_tensor){scan.lists, {att->q.shape[0], rows, scan.length, 0}, {entries, scan.length, 1, 0}, FA_INT32, 3};
+      att->bias = (fa_tensor){0};
+      return;
+    }
   }
-  if (hidden) att->element_mask = bits_tensor(mask, scan.rows, scan.bits);
+  if (hidden) att->element_mask = bits_tensor(mask, rows, scan.bits);
   if (!numbers) att->bias = (fa_tensor){0};
 }
 
@@ -292,7 +349,8 @@ void fa_ggml_close(fa_ggml *fa) {
   if (fa == NULL) return;
   fa->api.fa_destroy(fa->ctx);
   fa_dl_close(&fa->api);
-  free(fa->scratch);
+  free(fa->mask.data);
+  free(fa->lists.data);
   free(fa);
 }
 

@@ -18,7 +18,8 @@ typedef struct {
   const char *name;
   enum ggml_type kv;
   int64_t rows, keys;
-  bool mask; /* causal: the last row sees the last key */
+  bool
+      sequences; /* rows are the newest tokens of as many sequences, which share the cache in turns of 32 keys; else the mask is causal */
 } problem;
 
 enum { kHeads = 32, kKeyHeads = 8, kDim = 128, kMost = 1000 };
@@ -55,7 +56,7 @@ static int measure(const problem *p, const char *library, int threads, double se
   struct ggml_context *ctx = ggml_init(memory);
   fa_ggml *fa = fa_ggml_open(library, threads, error, sizeof error);
   struct ggml_cgraph *graphs[2];
-  struct ggml_tensor *q, *k, *v, *mask = NULL, *results[2];
+  struct ggml_tensor *q, *k, *v, *mask, *results[2];
   struct ggml_cplan plans[2];
   struct ggml_threadpool_params pool_params = ggml_threadpool_params_default(threads);
   struct ggml_threadpool *pool = ggml_threadpool_new(&pool_params);
@@ -70,10 +71,11 @@ static int measure(const problem *p, const char *library, int threads, double se
   k = ggml_new_tensor_3d(ctx, p->kv, kDim, p->keys, kKeyHeads);
   v = ggml_new_tensor_3d(ctx, p->kv, kDim, p->keys, kKeyHeads);
   fill(q), fill(k), fill(v);
-  if (p->mask) {
-    mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, p->keys, p->rows);
-    for (int64_t n = 0; n < ggml_nelements(mask); ++n)
-      ((ggml_fp16_t *)mask->data)[n] = ggml_fp32_to_fp16(n % p->keys > n / p->keys + p->keys - p->rows ? -INFINITY : 0);
+  mask = ggml_new_tensor_2d(ctx, GGML_TYPE_F16, p->keys, p->rows);
+  for (int64_t n = 0; n < ggml_nelements(mask); ++n) {
+    const int64_t j = n % p->keys, i = n / p->keys;
+    const bool hidden = p->sequences ? j / 32 % p->rows != i : j > i + p->keys - p->rows;
+    ((ggml_fp16_t *)mask->data)[n] = ggml_fp32_to_fp16(hidden ? -INFINITY : 0);
   }
   results[0] = fa_ggml_flash_attn_ext(fa, ctx, q, k, v, mask, NULL, 1 / sqrtf(kDim), 0, 0);
   results[1] = ggml_flash_attn_ext(ctx, q, k, v, mask, 1 / sqrtf(kDim), 0, 0);
@@ -114,14 +116,16 @@ static int measure(const problem *p, const char *library, int threads, double se
 
 int main(int argc, char **argv) {
   static const problem problems[] = {
-      {"512 tokens of a prompt, F16 cache", GGML_TYPE_F16, 512, 512, true},
-      {"2048 tokens of a prompt, F16 cache", GGML_TYPE_F16, 2048, 2048, true},
-      {"512 more tokens over 4096, F16 cache", GGML_TYPE_F16, 512, 4096, true},
-      {"512 tokens of a prompt, BF16 cache", GGML_TYPE_BF16, 512, 512, true},
-      {"one token over 1024, F16 cache", GGML_TYPE_F16, 1, 1024, true},
-      {"one token over 8192, F16 cache", GGML_TYPE_F16, 1, 8192, true},
-      {"one token over 8192, BF16 cache", GGML_TYPE_BF16, 1, 8192, true},
-      {"4 tokens over 4096, F16 cache", GGML_TYPE_F16, 4, 4096, true},
+      {"512 tokens of a prompt, F16 cache", GGML_TYPE_F16, 512, 512, false},
+      {"2048 tokens of a prompt, F16 cache", GGML_TYPE_F16, 2048, 2048, false},
+      {"512 more tokens over 4096, F16 cache", GGML_TYPE_F16, 512, 4096, false},
+      {"512 tokens of a prompt, BF16 cache", GGML_TYPE_BF16, 512, 512, false},
+      {"one token over 1024, F16 cache", GGML_TYPE_F16, 1, 1024, false},
+      {"one token over 8192, F16 cache", GGML_TYPE_F16, 1, 8192, false},
+      {"one token over 8192, BF16 cache", GGML_TYPE_BF16, 1, 8192, false},
+      {"4 tokens over 4096, F16 cache", GGML_TYPE_F16, 4, 4096, false},
+      {"a token of each of 4 sequences in 8192, F16 cache", GGML_TYPE_F16, 4, 8192, true},
+      {"a token of each of 16 sequences in 8192, F16 cache", GGML_TYPE_F16, 16, 8192, true},
   };
   const int threads = argc > 2 ? atoi(argv[2]) : 2;
   const double seconds = argc > 3 ? atof(argv[3]) : 2;

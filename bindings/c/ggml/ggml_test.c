@@ -16,14 +16,16 @@
 typedef enum hides {
   NO_MASK,
   NOTHING,
-  LATER,             /* keys after a row's own */
-  LATER_AND_NUMBERS, /* the same, and the mask adds numbers to the rest */
-  LATER_AND_ONE,     /* keys after a row's own, and one that every row hides */
-  DOCUMENTS,         /* keys after a row's own, and those of other documents, of which there are three */
-  SCATTERED,         /* a third of the pairs, and all of one row */
-  ENDS,              /* the first and the last keys, as if they were padding */
-  ENDS_LATER,        /* these, and keys after a row's own */
-  WINDOW             /* these, and keys long before a row's own */
+  LATER,                 /* keys after a row's own */
+  LATER_AND_NUMBERS,     /* the same, and the mask adds numbers to the rest */
+  LATER_AND_ONE,         /* keys after a row's own, and one that every row hides */
+  DOCUMENTS,             /* keys after a row's own, and those of other documents, of which there are three */
+  SEQUENCES,             /* all but every fifth run of 16 keys, which another row sees, and row 3 sees none */
+  SEQUENCES_AND_NUMBERS, /* the same, and the mask adds numbers to the rest */
+  SCATTERED,             /* a third of the pairs, and all of one row */
+  ENDS,                  /* the first and the last keys, as if they were padding */
+  ENDS_LATER,            /* these, and keys after a row's own */
+  WINDOW                 /* these, and keys long before a row's own */
 } hides;
 
 typedef struct problem {
@@ -102,7 +104,7 @@ static double largest_error(const problem *p, float scale, struct ggml_tensor *c
   return worst;
 }
 
-static bool hidden(const problem *p, int64_t i, int64_t j) {
+static bool hidden(const problem *p, int64_t b, int64_t i, int64_t j) {
   const int64_t end = p->keys - p->keys / 5, begin = p->keys / 7; /* of the kinds that begin and end inside */
   switch (p->mask) {
     case LATER:
@@ -112,6 +114,9 @@ static bool hidden(const problem *p, int64_t i, int64_t j) {
       return j > i + p->keys - p->rows || j == 3;
     case DOCUMENTS:
       return j > i + p->keys - p->rows || j < i / (p->rows / 3) * (p->rows / 3);
+    case SEQUENCES:
+    case SEQUENCES_AND_NUMBERS:
+      return j / 16 % 5 != (i + b) % 5 || i == 3;
     case SCATTERED:
       return draw() < -0.34f || i == p->rows / 2;
     case ENDS:
@@ -151,8 +156,10 @@ static int run(const problem *p, const char *library) {
   if (p->mask) {
     for (int64_t n = 0; n < ggml_nelements(in[3]); ++n) {
       const int64_t j = n % p->keys, i = n / p->keys % p->rows;
-      if (p->mask != LATER_AND_NUMBERS) ((ggml_fp16_t *)in[3]->data)[n] = ggml_fp32_to_fp16(n % 7 == 0 ? -0.0f : 0.0f);
-      if (hidden(p, i, j)) ((ggml_fp16_t *)in[3]->data)[n] = ggml_fp32_to_fp16(-INFINITY);
+      if (p->mask != LATER_AND_NUMBERS && p->mask != SEQUENCES_AND_NUMBERS)
+        ((ggml_fp16_t *)in[3]->data)[n] = ggml_fp32_to_fp16(n % 7 == 0 ? -0.0f : 0.0f);
+      if (hidden(p, n / (p->keys * p->rows * p->mask_heads), i, j))
+        ((ggml_fp16_t *)in[3]->data)[n] = ggml_fp32_to_fp16(-INFINITY);
     }
   }
   q = in[0], k = in[1], v = in[2], mask = in[3], sinks = in[4];
@@ -222,6 +229,10 @@ int main(int argc, char **argv) {
       {"1 thread", GGML_TYPE_F16, 64, 64, 5, 9, 2, 1, 1, LATER, true, 1, 1, 0, 1},
       {"a mask that hides nothing", GGML_TYPE_F16, 64, 64, 21, 130, 4, 2, 2, NOTHING, false, 1, 2, 0, 2},
       {"causal mask, one key hidden", GGML_TYPE_F16, 64, 64, 37, 61, 4, 4, 2, LATER_AND_ONE, false, 1, 1, 0, 2},
+      {"tokens of five sequences in a cache", GGML_TYPE_F16, 64, 64, 5, 333, 8, 2, 1, SEQUENCES, false, 1, 1, 0, 2},
+      {"tokens of five sequences, sinks, softcap", GGML_TYPE_BF16, 64, 48, 10, 500, 8, 2, 2, SEQUENCES, true, 1, 1, 9, 3},
+      {"tokens of five sequences, two caches", GGML_TYPE_F32, 64, 64, 7, 200, 4, 4, 2, SEQUENCES, false, 1, 2, 0, 1},
+      {"tokens of five sequences, numbers", GGML_TYPE_F16, 64, 64, 5, 333, 8, 2, 1, SEQUENCES_AND_NUMBERS, false, 1, 1, 0, 2},
       {"three documents", GGML_TYPE_F16, 64, 64, 60, 60, 4, 2, 1, DOCUMENTS, false, 1, 1, 0, 2},
       {"scattered pairs, a row without keys", GGML_TYPE_F16, 64, 64, 70, 150, 4, 2, 2, SCATTERED, false, 1, 2, 0, 2},
       {"scattered pairs of every head, sinks", GGML_TYPE_F16, 64, 64, 20, 64, 4, 2, 2, SCATTERED, true, 4, 2, 0, 3},
