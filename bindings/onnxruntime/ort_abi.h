@@ -18,8 +18,8 @@ constexpr uint32_t ort_api_version = 16;
 constexpr uint32_t ort_api_version_of_threads = 17;  // the first with KernelContext_ParallelFor
 
 enum OrtErrorCode : int { ORT_FAIL = 1, ORT_INVALID_ARGUMENT = 2 };
-enum OrtElementType : int { ORT_FLOAT = 1, ORT_FLOAT16 = 10, ORT_BFLOAT16 = 16 };
-enum OrtCharacteristic : int { ORT_INPUT_OUTPUT_REQUIRED = 0 };
+enum OrtElementType : int { ORT_ANY = 0, ORT_FLOAT = 1, ORT_INT64 = 7, ORT_BOOL = 9, ORT_FLOAT16 = 10, ORT_BFLOAT16 = 16 };
+enum OrtCharacteristic : int { ORT_INPUT_OUTPUT_REQUIRED = 0, ORT_INPUT_OUTPUT_OPTIONAL = 1 };
 enum OrtMemType : int { ORT_MEM_TYPE_DEFAULT = 0 };
 
 struct OrtApi {
@@ -31,7 +31,8 @@ struct OrtApi {
   OrtStatus *(*AddCustomOpDomain)(OrtSessionOptions *, OrtCustomOpDomain *);
   Unused unused_29[22];
   OrtStatus *(*GetTensorMutableData)(OrtValue *, void **);
-  Unused unused_52[9];
+  Unused unused_52[8];
+  OrtStatus *(*GetTensorElementType)(const OrtTensorTypeAndShapeInfo *, OrtElementType *);
   OrtStatus *(*GetDimensionsCount)(const OrtTensorTypeAndShapeInfo *, size_t *);
   OrtStatus *(*GetDimensions)(const OrtTensorTypeAndShapeInfo *, int64_t *, size_t);
   Unused unused_63[2];
@@ -39,7 +40,9 @@ struct OrtApi {
   Unused unused_66[19];
   OrtStatus *(*KernelInfoGetAttribute_float)(const OrtKernelInfo *, const char *, float *);
   OrtStatus *(*KernelInfoGetAttribute_int64)(const OrtKernelInfo *, const char *, int64_t *);
-  Unused unused_87[3];
+  Unused unused_87;
+  OrtStatus *(*KernelContext_GetInputCount)(const OrtKernelContext *, size_t *);
+  OrtStatus *(*KernelContext_GetOutputCount)(const OrtKernelContext *, size_t *);
   OrtStatus *(*KernelContext_GetInput)(const OrtKernelContext *, size_t, const OrtValue **);
   OrtStatus *(*KernelContext_GetOutput)(OrtKernelContext *, size_t, const int64_t *, size_t, OrtValue **);
   Unused unused_92;
