@@ -62,7 +62,9 @@ def session_of(inputs, outputs=("Y",), threads=0, dtype=TensorProto.FLOAT, **att
 
 
 def session(threads=0, dtype=TensorProto.FLOAT, ranks=(4, 4, 4), **attributes):
-    return session_of({name: (TensorProto.FLOAT, dims) for name, dims in zip("QKV", ranks)}, ("Y",), threads, dtype, **attributes)
+    return session_of(
+        {name: (TensorProto.FLOAT, dims) for name, dims in zip("QKV", ranks)}, ("Y",), threads, dtype, **attributes
+    )
 
 
 def draw(rows, keys, dim=16, dim_v=16):
@@ -150,7 +152,9 @@ class AttentionTest(unittest.TestCase):
         given["K"] = given["K"][0]
         with self.assertRaisesRegex(Exception, r"K has shape \(2, 4, 8\), which needs the attribute kv_num_heads"):
             session(ranks=(4, 3, 4)).run(None, given)
-        with self.assertRaisesRegex(Exception, r"K has shape \(2, 4, 8\), whose last dimension is no multiple of kv_num_heads, 3"):
+        with self.assertRaisesRegex(
+            Exception, r"K has shape \(2, 4, 8\), whose last dimension is no multiple of kv_num_heads, 3"
+        ):
             session(ranks=(4, 3, 4), kv_num_heads=3).run(None, given)
 
     def test_optional_inputs_are_refused_with_a_sentence(self):
@@ -161,7 +165,10 @@ class AttentionTest(unittest.TestCase):
             (dict(attn_mask=np.zeros((4, 6), np.int32)), "attn_mask must be of bool, or of the type of Q"),
             (dict(attn_mask=np.zeros(6, bool)), r"attn_mask has shape \(6\); it needs two to four dimensions"),
             (dict(attn_mask=np.zeros((3, 6), bool)), r"element_mask.shape\[2\] is 3"),
-            (dict(attn_mask=np.zeros((4, 1), bool)), r"attn_mask has shape \(4, 1\), with one of 6 keys; .* give it all of them"),
+            (
+                dict(attn_mask=np.zeros((4, 1), bool)),
+                r"attn_mask has shape \(4, 1\), with one of 6 keys; .* give it all of them",
+            ),
             (dict(past_key=past), "of past_key and past_value one is given"),
             (dict(past_key=past, past_value=past[:, :, :4]), r"past_value has shape \(2, 2, 4, 16\); it needs \(2, 2, 5, 16\)"),
             (dict(past_key=past[:, :1], past_value=past), r"past_key has shape \(2, 1, 5, 16\); it needs \(2, 2, rows, 16\)"),
@@ -177,7 +184,8 @@ class AttentionTest(unittest.TestCase):
         return session_of(inputs, outputs, dtype=dtype, **attributes).run(list(outputs), given)
 
     @unittest.skipUnless(
-        tuple(int(n) for n in onnx.__version__.split(".")[:2]) >= (1, 23), f"the reference of onnx 1.23 is not installed, but {onnx.__version__}"
+        tuple(int(n) for n in onnx.__version__.split(".")[:2]) >= (1, 23),
+        f"the reference of onnx 1.23 is not installed, but {onnx.__version__}",
     )
     def test_beside_the_reference_of_onnx(self):
         from onnx.reference import ReferenceEvaluator
@@ -214,16 +222,25 @@ class AttentionTest(unittest.TestCase):
                 heads = {}
                 if dims == 3:
                     heads = dict(q_num_heads=HEADS, kv_num_heads=KEY_HEADS)
-                    given.update({name: given[name].swapaxes(1, 2).reshape(BATCH, -1, given[name].shape[1] * given[name].shape[3]) for name in "QKV"})
+                    given.update(
+                        {
+                            name: given[name].swapaxes(1, 2).reshape(BATCH, -1, given[name].shape[1] * given[name].shape[3])
+                            for name in "QKV"
+                        }
+                    )
                 given.update(more)
                 shapes = {name: x.shape for name, x in given.items()}
                 with self.subTest(**shapes, **attributes):
                     double = {name: x.astype(np.float64) if x.dtype == np.float32 else x for name, x in given.items()}
-                    if "attn_mask" in double:  # the reference takes a mask of one row for a single row also where it adds the causal one
+                    if (
+                        "attn_mask" in double
+                    ):  # the reference takes a mask of one row for a single row also where it adds the causal one
                         mask = double["attn_mask"]
                         double["attn_mask"] = np.broadcast_to(mask, (*mask.shape[:-2], rows, mask.shape[-1])).copy()
                     inputs = {name: (helper.np_dtype_to_tensor_dtype(x.dtype), x.ndim) for name, x in double.items()}
-                    right = ReferenceEvaluator(model_of(inputs, outputs, "", 25, TensorProto.DOUBLE, {**attributes, **heads})).run(list(outputs), double)
+                    right = ReferenceEvaluator(
+                        model_of(inputs, outputs, "", 25, TensorProto.DOUBLE, {**attributes, **heads})
+                    ).run(list(outputs), double)
                     for name, got, want in zip(outputs, self.run_node(given, outputs, {**attributes, **heads}), right):
                         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4, err_msg=name)
 
@@ -235,10 +252,15 @@ class AttentionTest(unittest.TestCase):
 
     def test_past_keys_without_present_ones(self):
         given = draw(3, 3)
-        past = {name: np.random.standard_normal((BATCH, KEY_HEADS, 6, 16)).astype(np.float32) for name in ("past_key", "past_value")}
+        past = {
+            name: np.random.standard_normal((BATCH, KEY_HEADS, 6, 16)).astype(np.float32) for name in ("past_key", "past_value")
+        }
         for dtype, tolerance in ((TensorProto.FLOAT, 1e-4), (TensorProto.FLOAT16, 8e-3)):
             (got,) = self.run_node({**given, **past}, ("Y",), dict(is_causal=1), dtype)
-            whole = {"Q": given["Q"], **{name: np.concatenate((past[old], given[name]), 2) for name, old in (("K", "past_key"), ("V", "past_value"))}}
+            whole = {
+                "Q": given["Q"],
+                **{name: np.concatenate((past[old], given[name]), 2) for name, old in (("K", "past_key"), ("V", "past_value"))},
+            }
             np.testing.assert_allclose(got, expected(whole, causal=True), rtol=tolerance, atol=tolerance)
 
 
