@@ -397,6 +397,8 @@ def _run(
     names: Names, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
 ) -> Tuple[Tensor, Tensor]:
     try:
+        if not names and not numbers:
+            return _forward_op(q, k, v)
         return _forward_op(q, k, v, **dict(zip(names, tensors)), **dict(numbers))
     except RuntimeError as error:
         raise extension.exception(error) from None
@@ -427,9 +429,7 @@ def _gradients(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> Any:
         dout = torch.zeros_like(out)
     needed = (*wanted[:3], bias, sink)
     # Under torch.compile the operator itself is traced, and PyTorch refuses second derivatives.
-    nested = not torch.compiler.is_compiling() and (
-        torch.is_grad_enabled() or _is_transformed()
-    )
+    nested = (torch.is_grad_enabled() or _is_transformed()) and not torch.compiler.is_compiling()
     run = _Gradients.apply if nested else _run_gradients
     results = iter(run(ctx.names, ctx.numbers, needed, dout, dlse, out, lse, *tensors))
     return (None, None, *[next(results) if is_wanted else None for is_wanted in wanted])
@@ -608,13 +608,9 @@ def call(
     tensors: Dict[str, Optional[Tensor]], numbers: Dict[str, Any]
 ) -> Tuple[Tensor, Tensor]:
     """(out, lse), differentiable. `tensors` has q, k, v and what is given of TENSORS, `numbers` what differs from the operators' defaults."""
-    names, given, is_wanted = [], [], False
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            names.append(name)
-            given.append(tensor)
-            is_wanted = is_wanted or tensor.requires_grad
-    inputs: Any = (tuple(names[3:]), tuple(numbers.items()), *given)
+    given = [tensor for tensor in tensors.values() if tensor is not None]
+    names = () if len(given) == 3 else tuple(name for name, tensor in tensors.items() if tensor is not None)[3:]
+    inputs: Any = (names, tuple(numbers.items()), *given)
     if _is_transformed() or (
         forward_ad._current_level >= 0
         and any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in given)
@@ -622,6 +618,8 @@ def call(
         if torch.compiler.is_compiling() and _has_tangents():
             return _run_with_tangents(*inputs)
         return _Transformed.apply(*inputs)
-    if is_wanted and torch.is_grad_enabled():
-        return _Attention.apply(*inputs)
+    if torch.is_grad_enabled():
+        for tensor in given:
+            if tensor.requires_grad:
+                return _Attention.apply(*inputs)
     return _run(*inputs)

@@ -41,7 +41,7 @@ def _every_column(bias: Tensor, columns: int) -> Tensor:
 
 
 def _call(tensors: Dict[str, Any], numbers: Dict[str, Any]) -> Any:
-    if torch.is_autocast_enabled(tensors["q"].device.type):
+    if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(tensors["q"].device.type):
         _autocast(tensors)
     if numbers.get("dropout_p", 0) > 0:
         tensors["dropout_seed"] = torch.randint(2**63 - 1, (1,), dtype=torch.int64, device=tensors["q"].device)
@@ -121,56 +121,71 @@ def attention(
         raise ValueError("scale is 0; it must be positive, or None for 1 / sqrt(head_dim)")
     if bias is not None and bias.shape[-1] == 1 and cu_seqlens_k is None and page_table is None:
         bias = _every_column(bias, k.shape[-3])
-    tensors: Dict[str, Any] = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "bias": bias,
-        "sink": sink,
-        "alibi_slopes": alibi_slopes,
-        "block_mask": block_mask,
-        "element_mask": element_mask,
-        "q_descale": q_descale,
-        "k_descale": k_descale,
-        "v_descale": v_descale,
-    }
-    for name, integers in (
-        ("block_counts", block_counts),
-        ("block_indices", block_indices),
-        ("slices", slices),
-        ("kv_indices", kv_indices),
-        ("seqused_q", seqused_q),
-        ("seqused_k", seqused_k),
-        ("seqstart_k", seqstart_k),
-        ("page_table", page_table),
+    # Options are looked at in groups: naming each one costs a call on the default ones more than the operator itself.
+    tensors: Dict[str, Any] = {"q": q, "k": k, "v": v}
+    if not (bias is sink is alibi_slopes is block_mask is element_mask is q_descale is k_descale is v_descale is None):
+        for name, tensor in (
+            ("bias", bias),
+            ("sink", sink),
+            ("alibi_slopes", alibi_slopes),
+            ("block_mask", block_mask),
+            ("element_mask", element_mask),
+            ("q_descale", q_descale),
+            ("k_descale", k_descale),
+            ("v_descale", v_descale),
+        ):
+            if tensor is not None:
+                tensors[name] = tensor
+    if not (
+        block_counts is block_indices is slices is kv_indices is seqused_q is seqused_k is seqstart_k is page_table is None
     ):
-        if integers is not None:
-            tensors[name] = _int32(integers, q.device, name)
-    for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
-        if offsets is not None:  # int64 is read in place, too
-            tensors[name] = offsets if isinstance(offsets, Tensor) else _int32(offsets, q.device, name)
+        for name, integers in (
+            ("block_counts", block_counts),
+            ("block_indices", block_indices),
+            ("slices", slices),
+            ("kv_indices", kv_indices),
+            ("seqused_q", seqused_q),
+            ("seqused_k", seqused_k),
+            ("seqstart_k", seqstart_k),
+            ("page_table", page_table),
+        ):
+            if integers is not None:
+                tensors[name] = _int32(integers, q.device, name)
+    if not (cu_seqlens_q is cu_seqlens_k is None):
+        for name, offsets in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+            if offsets is not None:  # int64 is read in place, too
+                tensors[name] = offsets if isinstance(offsets, Tensor) else _int32(offsets, q.device, name)
     numbers: Dict[str, Any] = {}
     if causal:
         numbers["causal"] = _MASKS[causal]
-    for name, given, default in (
-        ("window_left", window[0], None),
-        ("window_right", window[1], None),
-        ("scale", scale, None),
-        ("softcap", softcap, 0),
-        ("alibi_log_scale", alibi_log_scale, 0),
-        ("dropout_p", dropout_p, 0),
-        ("block_size_q", block_size[0], 0),
-        ("block_size_k", block_size[1], 0),
-        ("max_seqlen_q", max_seqlen_q, 0),
-        ("max_seqlen_k", max_seqlen_k, 0),
-        ("num_splits", num_splits, 0),
-        ("deterministic", deterministic, None),
-        ("batch_invariant", batch_invariant, False),
-        ("same_bits", same_bits, False),
-        ("fp32_products", fp32_products, False),
+    if scale is not None:
+        numbers["scale"] = scale
+    if (
+        not (window[0] is window[1] is deterministic is None)
+        or not (softcap == alibi_log_scale == dropout_p == block_size[0] == block_size[1] == 0)
+        or not (max_seqlen_q == max_seqlen_k == num_splits == 0)
+        or batch_invariant
+        or same_bits
+        or fp32_products
     ):
-        if given is not default and given != default:
-            numbers[name] = given
+        for name, given, default in (
+            ("window_left", window[0], None),
+            ("window_right", window[1], None),
+            ("softcap", softcap, 0),
+            ("alibi_log_scale", alibi_log_scale, 0),
+            ("dropout_p", dropout_p, 0),
+            ("block_size_q", block_size[0], 0),
+            ("block_size_k", block_size[1], 0),
+            ("max_seqlen_q", max_seqlen_q, 0),
+            ("max_seqlen_k", max_seqlen_k, 0),
+            ("num_splits", num_splits, 0),
+            ("deterministic", deterministic, None),
+            ("batch_invariant", batch_invariant, False),
+            ("same_bits", same_bits, False),
+            ("fp32_products", fp32_products, False),
+        ):
+            if given is not default and given != default:
+                numbers[name] = given
     out, lse = _call(tensors, numbers)
     return (out, lse) if return_lse else out
 
