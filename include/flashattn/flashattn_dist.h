@@ -477,12 +477,17 @@ FA_API fa_status fa_dist_backward(fa_dist dist, fa_dist_layout layout, const fa_
  * @brief Computes attention over a KV cache whose rows are spread over the ranks. Collective.
  *
  * Every rank has all queries, (b, s_q, h_q, d), and some rows of the cache of each sequence in `k` and `v`, as many as it has, in any
- * order: its own `seqused_k`, `seqstart_k` and `page_table` say which, on the device. A query sees every row in use of every rank. Each
- * rank attends to its own rows, and all merge the results of all: every rank gets the whole `out` and `lse`. Results of a rank are rounded
- * to the dtype of `out` before they are merged in fp32. 8-bit caches, paged caches, softcap and `sink` are as in fa_forward().
+ * order: its own `seqused_k`, `seqstart_k` and `page_table` say which, on the device. A query sees every row in use of every rank that
+ * no mask hides. Each rank attends to its own rows, and all merge the results of all: every rank gets the whole `out` and `lse`. Results
+ * of a rank are rounded to the dtype of `out` before they are merged in fp32. 8-bit caches, paged caches, softcap and `sink` are as in
+ * fa_forward().
  *
- * Refused with ::FA_ERROR_UNSUPPORTED are masks and windows (more than one query would need positions), `cu_seqlens_q`, `alibi_slopes`,
- * `bias`, block and element masks, `slices`, `dropout_p` and `max_logit`.
+ * `mask`, `window`, masks as data, `kv_indices` and `bias` are those of the rank's own rows. They mean what they mean in fa_forward() of
+ * these rows alone, and may differ from rank to rank. If several new tokens have their rows at the end of one rank's, that rank gives
+ * ::FA_MASK_CAUSAL and the others ::FA_MASK_NONE. If the new tokens are a tree, the rank that has its rows gives an `element_mask`.
+ *
+ * Refused with ::FA_ERROR_UNSUPPORTED are `cu_seqlens_q`, `alibi_slopes` (its distances would need positions), `dropout_p`, `score`,
+ * ::FA_FLAG_SAME_BITS and `max_logit`.
  * @param dist The handle.
  * @param attention The queries, the rank's rows, and `out`.
  * @param workspace As for fa_forward().

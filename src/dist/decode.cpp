@@ -11,14 +11,9 @@
 namespace fa::dist {
 namespace {
 
-// Fields that need the position of a key, which a rank's own rows do not tell, and those whose results are not merged.
+// Fields that need the position of a key in the whole sequence, which a rank's own rows do not tell, and those whose results are not merged. Masks and a
+// bias are those of the rank's rows.
 fa_status check_fields(const fa_attention &a, ErrorText &error) {
-  if (a.mask != FA_MASK_NONE || a.window != 0) {
-    return fail(error, FA_ERROR_UNSUPPORTED,
-                "mask is %d and window 0x%x; fa_dist_decode() shows each query every row of the cache in use, and needs "
-                "FA_MASK_NONE and no window",
-                int{a.mask}, a.window);
-  }
   if (a.dropout_p != 0) {
     return fail(error, FA_ERROR_UNSUPPORTED, "dropout_p is %g; fa_dist_decode() has no dropout", double{a.dropout_p});
   }
@@ -31,16 +26,7 @@ fa_status check_fields(const fa_attention &a, ErrorText &error) {
   const struct {
     const char *name;
     const fa_tensor &tensor;
-  } unsupported[] = {{"cu_seqlens_q", a.cu_seqlens_q},
-                     {"bias", a.bias},
-                     {"block_mask", a.block_mask},
-                     {"element_mask", a.element_mask},
-                     {"slices", a.slices},
-                     {"block_counts", a.block_counts},
-                     {"block_indices", a.block_indices},
-                     {"kv_indices", a.kv_indices},
-                     {"alibi_slopes", a.alibi_slopes},
-                     {"max_logit", a.max_logit}};
+  } unsupported[] = {{"cu_seqlens_q", a.cu_seqlens_q}, {"alibi_slopes", a.alibi_slopes}, {"max_logit", a.max_logit}};
   for (const auto &field : unsupported) {
     if (is_present(field.tensor)) {
       return fail(error, FA_ERROR_UNSUPPORTED, "%s is given; fa_dist_decode() does not support it", field.name);

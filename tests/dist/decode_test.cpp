@@ -38,6 +38,9 @@ Case random_case(std::mt19937_64 &rng) {
   }
   if (rng() % 3 == 0) c.softcap = 4;
   if (rng() % 3 == 0) c.sink = 1;
+  if (rng() % 4 == 0) c.bias = 1, c.bias_masked = 20;
+  if (rng() % 4 == 0) c.element_mask = pick(rng, 1, 3);
+  if (c.k.used.empty() && c.k.seqlen >= c.q.seqlen && rng() % 3 == 0) c.mask = FA_MASK_CAUSAL;
   c.lse = rng() % 4 != 0;
   c.backward = 0;
   c.nan_keys = rng() % 2;
@@ -48,7 +51,8 @@ Case random_case(std::mt19937_64 &rng) {
 struct Share {
   std::shared_ptr<parity::Backend> backend;
   fa_dist dist = nullptr;
-  HostTensor k, v, used, out, lse, q, sink;
+  HostTensor k, v, used, out, lse, q, sink, bias, element_mask;
+  fa_mask_kind mask = FA_MASK_NONE;
   std::vector<std::unique_ptr<parity::Buffer>> memory;
   std::string fault;
 
@@ -74,6 +78,9 @@ struct Share {
     a.v = upload(v);
     a.seqused_k = upload(used);
     a.sink = upload(sink);
+    a.bias = upload(bias);
+    a.element_mask = upload(element_mask);
+    a.mask = mask;
     a.lse = upload(lse);
     const unsigned char *lse_memory = lse.present() ? memory.back()->get() : nullptr;
     a.out = upload(out);
@@ -91,7 +98,7 @@ struct Share {
   }
 };
 
-// Row j of the cache is on rank owner(j).
+// Row j of the cache is on rank owner(j). With a causal mask the last rank has the newest rows, and it alone masks.
 std::string check(const Case &c, int32_t ranks, const Place &place, const std::function<int32_t(int64_t)> &owner) {
   const std::string text = "\n  ranks=" + std::to_string(ranks) + " FA_TEST_CASE='" + parity::describe(c) + "'";
   const Data data = parity::make_data(c);
@@ -102,7 +109,8 @@ std::string check(const Case &c, int32_t ranks, const Place &place, const std::f
     s.backend = backend_of(place, r);
     std::vector<int64_t> rows;
     for (int64_t j = 0; j < c.k.seqlen; ++j) {
-      if (owner(j) == r) rows.push_back(j);
+      const bool newest = c.mask != FA_MASK_NONE && j >= c.k.seqlen - c.q.seqlen;
+      if ((newest ? ranks - 1 : owner(j)) == r) rows.push_back(j);
     }
     const int64_t n = static_cast<int64_t>(rows.size());
     const auto share = [&](parity::Role role, int64_t dim) {
@@ -129,6 +137,26 @@ std::string check(const Case &c, int32_t ranks, const Place &place, const std::f
                    static_cast<double>(std::count_if(rows.begin(), rows.end(), [&](int64_t j) { return j < used; })));
       }
     }
+    // The columns of these rows, of a mask or a bias of pairs.
+    const auto columns = [&](parity::Role role) -> HostTensor {
+      const HostTensor &whole = data.tensors[role];
+      if (!whole.present()) return {};
+      const int64_t stride = (n + 7) / 8 * 8;
+      HostTensor t(whole.dtype(), {c.batch, c.heads_q, c.q.seqlen, n},
+                   {c.heads_q * c.q.seqlen * stride, c.q.seqlen * stride, stride, 1});
+      for (int64_t b = 0; b < c.batch; ++b) {
+        for (int64_t h = 0; h < c.heads_q; ++h) {
+          for (int64_t i = 0; i < c.q.seqlen; ++i) {
+            for (int64_t j = 0; j < n; ++j)
+              t.set(t.element(b, h, i, j), whole.get(whole.element(b, h, i, rows[static_cast<size_t>(j)])));
+          }
+        }
+      }
+      return t;
+    };
+    s.bias = columns(parity::kBias);
+    s.element_mask = columns(parity::kElementMask);
+    if (r == ranks - 1) s.mask = static_cast<fa_mask_kind>(c.mask);
     s.q = data.tensors[parity::kQ];
     s.sink = data.tensors[parity::kSink];
     s.out = data.tensors[parity::kOut];
@@ -200,18 +228,10 @@ TEST(DecodeFields, AreRefusedByName) {
   const struct {
     const char *name;
     std::function<void(fa_attention &)> change;
-  } cases[] = {{"mask is 1", [](fa_attention &a) { a.mask = FA_MASK_CAUSAL; }},
-               {"window", [](fa_attention &a) { a.window = FA_WINDOW_LEFT; }},
-               {"dropout_p", [](fa_attention &a) { a.dropout_p = 0.5f; }},
+  } cases[] = {{"dropout_p", [](fa_attention &a) { a.dropout_p = 0.5f; }},
                {"FA_FLAG_SAME_BITS", [](fa_attention &a) { a.flags = FA_FLAG_SAME_BITS; }},
                {"score", [&](fa_attention &a) { a.score = reinterpret_cast<fa_score>(&number); }},
                {"cu_seqlens_q", [&](fa_attention &a) { a.cu_seqlens_q = some; }},
-               {"bias", [&](fa_attention &a) { a.bias = some; }},
-               {"block_mask", [&](fa_attention &a) { a.block_mask = some; }},
-               {"element_mask", [&](fa_attention &a) { a.element_mask = some; }},
-               {"slices", [&](fa_attention &a) { a.slices = some; }},
-               {"block_counts", [&](fa_attention &a) { a.block_counts = some; }},
-               {"block_indices", [&](fa_attention &a) { a.block_indices = some; }},
                {"alibi_slopes", [&](fa_attention &a) { a.alibi_slopes = some; }},
                {"max_logit", [&](fa_attention &a) { a.max_logit = some; }}};
   for (const auto &changed : cases) {

@@ -418,6 +418,11 @@ class Ranks:
         scale: Optional[float] = None,
         softcap: float = 0.0,
         sink: Optional[Tensor] = None,
+        causal: Union[bool, str] = False,
+        window: Tuple[Optional[int], Optional[int]] = (None, None),
+        bias: Optional[Tensor] = None,
+        element_mask: Optional[Tensor] = None,
+        kv_indices: Integers = None,
         seqused_k: Integers = None,
         seqstart_k: Integers = None,
         page_table: Integers = None,
@@ -434,11 +439,21 @@ class Ranks:
         """Attention of all queries, (batch, rows, heads, head_dim), over a KV cache of which each rank has some rows. Collective, without gradients.
 
         Every rank gives all queries, and the rows of the cache that it has, as many as it has (also none) and in any order. `seqused_k`, `seqstart_k`,
-        `page_table` and the descales of keys and values are those of its own rows, and mean what `flashattn.torch.attention` says. A query sees every
-        row in use of every rank: there are no masks. Every rank gets the whole out and, with return_lse=True, the lse, (batch, heads, rows). All ranks
+        `page_table`, masks, `kv_indices`, bias and the descales of keys and values are those of its own rows, and mean what `flashattn.torch.attention`
+        says of these rows alone. A query sees every row in use of every rank that no mask hides: where several new tokens have the last rows of one
+        rank, it gives causal=True, and the others do not. Every rank gets the whole out and, with return_lse=True, the lse, (batch, heads, rows). All ranks
         give the same sink and options. The first call of a kind, by the shape of the queries and the options, compares those of all ranks.
         """
-        given = {"q": q, "k": k, "v": v, "sink": sink, "q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+        given = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "sink": sink,
+            "bias": bias,
+            "q_descale": q_descale,
+            "k_descale": k_descale,
+            "v_descale": v_descale,
+        }
         if torch.is_grad_enabled():
             for name, tensor in given.items():
                 if tensor is not None and tensor.requires_grad:
@@ -449,6 +464,7 @@ class Ranks:
         options.update(deterministic=deterministic, batch_invariant=batch_invariant, fp32_products=fp32_products)
         # What the ranks compare, and no more: a cache may change its shape on one rank alone, which then must not wait for the others.
         kind = (q.shape, q.dtype, v.shape[-1:], *((name, _kind(value)) for name, value in options.items()))
+        options.update(causal=causal, window=window, bias=bias, element_mask=element_mask, kv_indices=kv_indices)
         options.update(seqused_k=seqused_k, seqstart_k=seqstart_k, page_table=page_table, max_seqlen_k=max_seqlen_k)
         options.update(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, num_splits=num_splits)
         problem, out, lse, _holds = self._decode_problem(q, k, v, return_lse, options)
@@ -530,7 +546,7 @@ class Ranks:
         if q.dim() != 4:
             raise TypeError(f"q has {q.dim()} dimensions; decode needs (batch, rows, heads, head_dim)")
         options = {**options}
-        for name in ("seqused_k", "seqstart_k", "page_table"):
+        for name in ("kv_indices", "seqused_k", "seqstart_k", "page_table"):
             options[name] = _int32(options.get(name), self.device, name)
         q, k, v = _rows(q), _rows(k), _rows(v)
         out = q.new_empty(*q.shape[:-1], v.shape[-1], dtype=_result_dtype(q))

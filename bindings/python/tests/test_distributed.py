@@ -228,6 +228,7 @@ def add_bias(ranks, seed):
 
 
 #: Of decoding: rows of queries, dtype, dtype of the cache, its layout, and options. "equal" has as many rows of each sequence on a rank, on rank 0 none.
+#: In "causal" and "tree" the queries are new tokens, whose rows are the last ones of the last rank; that rank masks.
 DECODE = [
     (1, torch.float32, torch.float32, "equal", {}),
     (3, torch.float32, torch.float32, "padded", {"scale": 0.3}),
@@ -235,7 +236,11 @@ DECODE = [
     (1, torch.bfloat16, torch.bfloat16, "paged", {"sink": True, "num_splits": 2, "batch_invariant": True}),
     (1, torch.float32, torch.int8, "padded", {"scale": 0.2}),
     (1, torch.bfloat16, torch.int8, "paged", {}),
+    (3, torch.float32, torch.float32, "causal", {}),
+    (3, torch.float32, torch.float32, "tree", {"sink": True}),
 ]
+#: Of three new tokens: which they see. The second and the third both follow the first.
+TREE = torch.tensor([[1, 0, 0], [1, 1, 0], [1, 0, 1]], dtype=torch.bool)
 CACHED = [41, 5, 23]  # rows of each sequence on all ranks
 PAGE, START = 4, 2
 
@@ -244,7 +249,7 @@ def decode_inputs(case, num_ranks, seed):
     """Queries, rows of keys and of values of each sequence, sink, descales, and the rank that has each row. Of sequence 1 only the last rank has any."""
     rows, dtype, of_cache, layout, _ = case
     generator = torch.Generator().manual_seed(seed)
-    batch, cached = len(CACHED), [5] * len(CACHED) if layout == "equal" else CACHED
+    batch, cached = len(CACHED), [5] * len(CACHED) if layout in ("equal", "causal", "tree") else CACHED
     q = torch.randn(batch, rows, HEADS_Q, DIM, generator=generator).to(dtype)
     caches = []
     for dim in (DIM, DIM_V):
@@ -256,6 +261,8 @@ def decode_inputs(case, num_ranks, seed):
     descales = [torch.rand(batch, HEADS_K, generator=generator) / 40 for _ in caches]
     if layout == "equal":
         owners = [torch.arange(count) % (num_ranks - 1) + 1 for count in cached]
+    elif layout in ("causal", "tree"):
+        owners = [torch.tensor([0, num_ranks - 2, *[num_ranks - 1] * rows]) for _ in cached]
     else:  # rank 0 has about half of the rows
         owners = [(torch.randint(2 * num_ranks, (count,), generator=generator) - num_ranks).clamp(min=0) for count in cached]
         owners[1].fill_(num_ranks - 1)
@@ -269,7 +276,7 @@ def cache_of(parts, layout, spare):
     def unwritten(*shape):
         return like.new_full((*shape, *like.shape[1:]), 77 if like.dtype == torch.int8 else torch.nan)
 
-    if layout == "equal":
+    if layout in ("equal", "causal", "tree"):
         return torch.stack(parts), {}
     if layout == "padded":
         cache = unwritten(len(parts), START + max(counts) + spare)
@@ -300,6 +307,11 @@ def decode(ranks, seed):
             options["sink"] = sink.to(DEVICE)
         if of_cache == torch.int8:
             options["k_descale"], options["v_descale"] = (x.to(DEVICE) for x in descales)
+        if ranks.rank == ranks.num_ranks - 1:
+            if layout == "causal":
+                options["causal"] = True
+            elif layout == "tree":
+                options["element_mask"] = TREE[None, None].to(DEVICE)
         for spare in (0, 0 if ranks.rank else 3):
             (keys, where), (values, _) = (
                 cache_of([part[owner == ranks.rank] for part, owner in zip(x, owners)], layout, spare) for x in (k, v)
@@ -313,7 +325,7 @@ def decode(ranks, seed):
 
 def decode_reference(case, num_ranks, seed):
     """out and lse in fp64."""
-    _, _, of_cache, _, options = case
+    rows, _, of_cache, layout, options = case
     q, k, v, sink, descales, _ = decode_inputs(case, num_ranks, seed)
     outs, lses = [], []
     for sequence, (queries, keys, values) in enumerate(zip(q.double(), k, v)):
@@ -324,6 +336,9 @@ def decode_reference(case, num_ranks, seed):
         logits = torch.einsum("ihd,jhd->hij", queries, keys) * options.get("scale", DIM**-0.5)
         if options.get("softcap"):
             logits = options["softcap"] * torch.tanh(logits / options["softcap"])
+        if layout in ("causal", "tree"):
+            seen = torch.ones(rows, rows, dtype=torch.bool).tril() if layout == "causal" else TREE
+            logits[..., -rows:].masked_fill_(~seen, -torch.inf)
         if options.get("sink"):
             logits = torch.cat([logits, sink.double()[:, None, None].expand(*logits.shape[:2], 1)], -1)
         lses.append(logits.logsumexp(-1))
@@ -674,7 +689,7 @@ class OneRankTest(unittest.TestCase):
             ranks.query(plan, q, k, v, softcup=1.0)
         q, k, v = (torch.zeros(1, 2, 2, DIM) for _ in range(3))
         self.assertEqual(ranks.query_decode(q, k, v).received_bytes, 0)
-        for name, tensor in (("alibi_slopes", torch.ones(2)), ("bias", torch.zeros(1, 1, 2, 2))):
+        for name, tensor in (("alibi_slopes", torch.ones(2)), ("cu_seqlens_q", torch.tensor([0, 2], dtype=torch.int32))):
             with self.assertRaisesRegex(flashattn.Error, f"{name} is given; fa_dist_decode"):
                 ranks.query_decode(q, k, v, **{name: tensor})
 
