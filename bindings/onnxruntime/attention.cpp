@@ -150,9 +150,10 @@ class Kernel {
     if (given[kMask].data != nullptr) keys = std::min(keys, set_mask(given[kMask], att));
     set_window(att, keys, offset);
     att.out = result(node, given, att);
-    std::unique_ptr<Context> ours = contexts_.take();
+    // Its context comes back after a refused call, too.
+    const auto give = [this](Context *context) { contexts_.give(std::unique_ptr<Context>(context)); };
+    std::unique_ptr<Context, decltype(give)> ours(contexts_.take().release(), give);
     ours->forward(att, node);
-    contexts_.give(std::move(ours));
   }
 
  private:

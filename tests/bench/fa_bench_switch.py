@@ -104,6 +104,8 @@ def onnxruntime_rows(rows, dtype_name):
     import onnxruntime
     from onnx import TensorProto, helper
 
+    if "FLASHATTN_ONNX" not in os.environ:
+        raise ImportError("FLASHATTN_ONNX is not set")
     if dtype_name != "float32":
         return
     given = {name: np.random.standard_normal((1, 8, rows, 128)).astype(np.float32) for name in "QKV"}
@@ -114,7 +116,7 @@ def onnxruntime_rows(rows, dtype_name):
         graph = helper.make_graph([node], "attention", inputs, [helper.make_tensor_value_info("Y", TensorProto.FLOAT, [None] * 4)])
         opsets = [helper.make_opsetid("", 23), *([helper.make_opsetid(domain, 1)] if domain else [])]
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = THREADS
+        options.intra_op_num_threads = len(os.sched_getaffinity(0))
         options.register_custom_ops_library(os.environ["FLASHATTN_ONNX"])
         model = helper.make_model(graph, opset_imports=opsets, ir_version=11)
         made = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -145,7 +147,6 @@ ROWS = {"transformers": transformers_rows, "diffusers": diffusers_rows, "onnxrun
 
 
 def main():
-    global THREADS
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--rows", type=int, default=2048)
@@ -156,12 +157,11 @@ def main():
     arguments = parser.parse_args()
     if arguments.cpu_time and arguments.threads != 1:
         parser.error("--cpu-time is for --threads 1")
-    THREADS = arguments.threads
-    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])  # the library takes as many threads as there are processors
-    # Before the libraries of matrices are loaded, which read them once. OPENBLAS_CORETYPE of an old workaround would slow NumPy down.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: arguments.threads])  # the library takes as many threads as there are processors
+    # Before the libraries of matrices are loaded, which read them once.
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = str(THREADS)
-    print(f"{THREADS} threads, {arguments.rows} rows\n| | before, ms | libflashattn, ms | ratio |\n|---|---|---|---|")
+        os.environ[name] = str(arguments.threads)
+    print(f"{arguments.threads} threads, {arguments.rows} rows\n| | before, ms | libflashattn, ms | ratio |\n|---|---|---|---|")
     for name in arguments.only:
         for dtype_name in arguments.dtypes:
             try:
