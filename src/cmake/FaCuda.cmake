@@ -109,7 +109,7 @@ list(FILTER FA_SM90_UP_ARCHITECTURES INCLUDE REGEX "^(9[0-9]|[1-9][0-9][0-9])")
 #                A build without such an architecture leaves it out
 #   BUNDLE       at most so many instances of a dtype are compiled as one source. It parses the CUDA headers once, and kernels that its rows
 #                share are compiled once; the machine code is the same. Rows for plain scores and for general ones (their names end in g, m, b
-#                or r, then perhaps 64, n or s, or in all) are never together: check_kernels, which goes by the name of the source, allows the latter to spill
+#                or r, then perhaps 64, n, s or t, or in all) are never together: check_kernels, which goes by the name of the source, allows the latter to spill
 #   BY_HEAD_DIM  a source for general scores has rows of one head_dim
 function(fa_cuda_instances folder table template prefix sources)
   cmake_parse_arguments(PARSE_ARGV 5 arg "ANY;BY_HEAD_DIM" "SM90_UP;BUNDLE" "")
@@ -152,7 +152,7 @@ function(fa_cuda_instances folder table template prefix sources)
       endif()
       configure_file("${template}" "${CMAKE_CURRENT_BINARY_DIR}/cuda/${name}.cu" @ONLY)
       set_property(GLOBAL APPEND PROPERTY FA_CUDA_INSTANCES ${name})
-      if(SHAPE MATCHES "^(d[0-9_]+)([gmbr](64)?[ns]?|all)$")
+      if(SHAPE MATCHES "^(d[0-9_]+)([gmbr](64)?[nst]?|all)$")
         string(APPEND group ":general")
         if(arg_BY_HEAD_DIM)
           string(APPEND group ":${CMAKE_MATCH_1}")

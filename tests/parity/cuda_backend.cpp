@@ -64,7 +64,17 @@ class CudaBackend : public Backend {
 #endif
 
 Backends cuda_backends() {
-  constexpr const char *kName = "cuda", *kSm80Name = "cuda_sm80";
+  // A device with kernels of its own also runs those that it shares with others: those of A100, and of devices with less shared memory.
+  constexpr const char *kName = "cuda";
+  constexpr struct {
+    const char *name;
+    int32_t cuda_arch;
+  } kOthers[] = {{"cuda_sm80", 80}, {"cuda_sm86", 86}};
+  const auto all_missing = [&](const std::string &reason) {
+    Backends missing{missing_backend(kName, reason)};
+    for (const auto &other : kOthers) missing.push_back(missing_backend(other.name, reason));
+    return missing;
+  };
   Backends backends;
 #if defined(FA_TEST_CUDA)
   fa_config config;
@@ -74,29 +84,30 @@ Backends cuda_backends() {
   const fa_status status = fa_create(&context, &config);
   if (status == FA_ERROR_NO_DEVICE || status == FA_ERROR_DRIVER) {
     const std::string reason = "no GPU: " + std::string(fa_last_error(nullptr));
-    return {missing_backend(kName, reason), missing_backend(kSm80Name, reason)};
+    return all_missing(reason);
   }
   if (status != FA_OK) {
     std::fprintf(stderr, "fa_create() fails on the GPU of this machine: %s\n", fa_last_error(nullptr));
     std::abort();
   }
   backends.push_back(std::make_shared<CudaBackend>(context, kName));
-  // A device with kernels of its own also runs those that it shares with others.
   fa_device_properties device;
   fa_device_properties_init(&device, sizeof device);
   fa_device_info(context, &device);
-  if (device.compute_capability != 90) {
-    backends.push_back(missing_backend(kSm80Name, "the sm_80 kernels are this GPU's own: backend cuda runs them"));
-    return backends;
+  for (const auto &other : kOthers) {
+    if (device.compute_capability != 90) {
+      backends.push_back(missing_backend(other.name, "only on Hopper: on other GPUs backend cuda runs these kernels"));
+      continue;
+    }
+    config.cuda_arch = other.cuda_arch;
+    if (fa_create(&context, &config) != FA_OK) {
+      std::fprintf(stderr, "fa_create() with cuda_arch = %d: %s\n", int{other.cuda_arch}, fa_last_error(nullptr));
+      std::abort();
+    }
+    backends.push_back(std::make_shared<CudaBackend>(context, other.name));
   }
-  config.cuda_arch = 80;
-  if (fa_create(&context, &config) != FA_OK) {
-    std::fprintf(stderr, "fa_create() with cuda_arch = 80: %s\n", fa_last_error(nullptr));
-    std::abort();
-  }
-  backends.push_back(std::make_shared<CudaBackend>(context, kSm80Name));
 #else
-  for (const char *name : {kName, kSm80Name}) backends.push_back(missing_backend(name, "this build has no CUDA kernels"));
+  return all_missing("this build has no CUDA kernels");
 #endif
   return backends;
 }

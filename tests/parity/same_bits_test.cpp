@@ -53,7 +53,7 @@ class SameBits : public EveryBackend {
     ASSERT_EQ(fa_device_info(backend().context(), &device), FA_OK);
     cuda_ = device.device_type == FA_DEVICE_CUDA;
     hopper_ = cuda_ && device.compute_capability == 90;
-    computer_ = !cuda_ ? Computer::kCpu : hopper_ && backend().name() != "cuda_sm80" ? Computer::kHopper : Computer::kCuda;
+    computer_ = !cuda_ ? Computer::kCpu : hopper_ && backend().name() == "cuda" ? Computer::kHopper : Computer::kCuda;
   }
   std::vector<int64_t> dtypes() const {
     return cuda_ ? std::vector<int64_t>{FA_FLOAT16, FA_BFLOAT16} : std::vector<int64_t>{FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};

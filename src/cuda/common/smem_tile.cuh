@@ -8,12 +8,15 @@
 namespace fa::cuda {
 
 // Byte offset of 16-byte vector `vector` of row `row`. Rows of 128 n bytes XOR the low three bits of the vector index with the row, rows of
-// 128 n + 64 bytes the low two bits with the row pair. Either way the same vector of eight consecutive rows lies in different banks.
+// 128 n + 64 bytes the low two bits with the row pair, rows of 32 bytes the one bit with the row quad. In each case the same vector of eight
+// consecutive rows lies in different banks.
 template <int kPitchBytes>
 __device__ __forceinline__ uint32_t swizzled(int row, int vector) {
-  static_assert(kPitchBytes % 64 == 0);
+  static_assert(kPitchBytes % 64 == 0 || kPitchBytes == 32);
   if constexpr (kPitchBytes % 128 == 0) {
     return row * kPitchBytes + ((vector ^ (row & 7)) << 4);
+  } else if constexpr (kPitchBytes == 32) {
+    return row * kPitchBytes + ((vector ^ ((row >> 2) & 1)) << 4);
   } else {
     return row * kPitchBytes + ((vector ^ ((row >> 1) & 3)) << 4);
   }

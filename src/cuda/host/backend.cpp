@@ -631,7 +631,7 @@ fa_status create_cuda_backend(const fa_config &config, std::unique_ptr<Backend> 
     return fail(error, FA_ERROR_CUDA, "cudaGetDeviceProperties: %s", cudaGetErrorString(e));
   }
   cuda::Device device = cuda::device_of(config.device_index, properties);
-  device.sm90 = device.sm90 && (config.cuda_arch == 0 || config.cuda_arch >= 90);
+  if (config.cuda_arch != 0) cuda::restrict_to(config.cuda_arch, device);
   if (device.compute_capability < 80) {
     return fail(error, FA_ERROR_ARCH, "device %d (%s) has compute capability %d.%d; kernels need 8.0", int{device.index},
                 properties.name, properties.major, properties.minor);

@@ -29,6 +29,12 @@ struct Device {
   double second_pass_from = 4e9;
 };
 
+// Shared memory that one CTA may use on devices of this compute capability. Above the newest one that is known: that of Hopper.
+int32_t shared_bytes_of(int32_t compute_capability);
+
+// Keeps to kernels that devices of this compute capability run, too (fa_config::cuda_arch).
+void restrict_to(int32_t cuda_arch, Device &device);
+
 // Whether a build for `archs` (as CMAKE_CUDA_ARCHITECTURES, separated by spaces) has code for a device: machine code for its major
 // version and no newer minor one, or PTX of a version that is not newer. Words without a number count as having everything.
 bool built_for(const char *archs, int32_t compute_capability);

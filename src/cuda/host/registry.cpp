@@ -79,7 +79,7 @@ constexpr auto kRows = concatenate(
               row.features =
                   (kAnyFeatures & ~kLeftPadding & ~kFp32RowResults & ~kUnevenRows) | left_padding_by_mask(shape.scores);
               // The launch asks them for an exact maximum, and the plan for no splits: then a row's bits are its own.
-              if (shape.scores == kAll) row.features |= kSameBits;
+              if (shape.scores == kAll && shape.head_dim <= 256) row.features |= kSameBits;
             }),
     rows_of(simt::kForwardShapes, Family::simt, Pass::forward,
             [](KernelRow &row, const simt::ForwardShape &shape) {

@@ -5,13 +5,16 @@
 // them, head after head of the GQA group. Scores are computed transposed, keys as rows. Every mma of a warp covers 32 rows if it can, so that
 // a fragment from shared memory feeds two of them.
 //
-//   score_tiles:  S^T = K Q^T,  dP^T = V dO^T          kKeyTiles * 16 keys and a part of the queries per warp
+//   score_tiles:  S^T = K Q^T,  dP^T = V dO^T          kKeyTiles * 16 keys and a part of the queries for each of kScoreWarps warps
 //                 P^T = 2^(S^T - lse),  dS^T = P^T (dP^T - delta), converted, to shared memory
 //                 (with dropout see BackwardParams::keep_scale)
 //   barrier
-//   gradients:    dv += P^T dO,  dk += dS^T Q          keys x a part of the columns per warp
+//                 dv += P^T dO,  dk += dS^T Q          keys x a part of the columns per warp
 //                 dq  = dS K, added to the sum of all CTAs in global memory
 //   barrier
+//
+// With two stages the next query tile arrives meanwhile. With one (head_dim above 128 where shared memory is short) it is loaded when dv and dk
+// have read this one, behind a third barrier, and arrives under dq = dS K.
 //
 // With kQueryWarps = 1 (d64) a warp has all queries of its keys: P and dS go from its registers into dv and dk, and two CTAs per SM overlap.
 //
@@ -76,16 +79,21 @@ class Backward {
     load_bias(last);
     load(last);
     wait_for(last, first);
-    if (last > begin) load(last - 1);
+    if (C::kStages == 2 && last > begin) load(last - 1);
 #pragma unroll 1
     for (int tile = last; tile >= begin; --tile) {
       score_tiles(tile);
       if (tile > begin) load_bias(tile - 1);
       dq_.release(block_);
       __syncthreads();  // dS (and P) of every warp is in shared memory
-      gradients(tile);
+      add_to_dv_and_dk(tile);
+      if constexpr (C::kStages == 1) {
+        __syncthreads();  // all warps have read Q and dO
+        if (tile > begin) load(tile - 1);
+      }
+      dq_.add(block_, tile, block_.smem_ds(), visible_blocks_ != 0, nan_safe_);
       if (tile > begin) wait_for(tile - 1, false);
-      if (tile > begin + 1) load(tile - 2);
+      if (C::kStages == 2 && tile > begin + 1) load(tile - 2);
     }
     dq_.release(block_);
   }
@@ -182,6 +190,7 @@ class Backward {
 
   __device__ __forceinline__ void score_tiles(int tile) {
     if (visible_blocks_ == 0) return;
+    if (C::kScoreWarps < C::kWarps && block_.warp >= C::kScoreWarps) return;
     // A bias in global memory has no rows beyond the sequence.
     const bool masked = block_.masks(tile) || (C::kGeneral && nan_safe_) ||
                         (C::has(kAnyBias) && (tile + 1) * C::kRows > block_.mask.seqlen_q) || has_partial_blocks();
@@ -425,22 +434,19 @@ class Backward {
   // dv, dk and dq
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void gradients(int tile) {
-    const bool any = visible_blocks_ != 0;
+  __device__ __forceinline__ void add_to_dv_and_dk(int tile) {
     if constexpr (C::kSharesP) {
+      if (visible_blocks_ == 0) return;
       const int stage = tile % C::kStages, warp = opaque(block_.warp);
       const int first_key = warp / C::kColumnWarps * C::kGradTiles * 16, part = warp % C::kColumnWarps;
-      if (any) {
-        mma_scores<C, Major::k, C::kDv * 2, C::kRows / 16>(dv_, block_.smem_p(), first_key, block_.smem_dout(stage),
-                                                           part * C::kDvt * 8, nan_safe_);
-        mma_scores<C, Major::k, C::kD * 2, C::kRows / 16>(dk_, block_.smem_ds(), first_key, block_.smem_q(stage),
-                                                          part * C::kDt * 8, nan_safe_);
-      }
+      mma_scores<C, Major::k, C::kDv * 2, C::kRows / 16>(dv_, block_.smem_p(), first_key, block_.smem_dout(stage),
+                                                         part * C::kDvt * 8, nan_safe_);
+      mma_scores<C, Major::k, C::kD * 2, C::kRows / 16>(dk_, block_.smem_ds(), first_key, block_.smem_q(stage),
+                                                        part * C::kDt * 8, nan_safe_);
     }
-    dq_.add(block_, tile, block_.smem_ds(), any, nan_safe_);
   }
 
-  static constexpr int kBlocks = C::kKeys / 64;
+  static constexpr int kBlocks = C::kKeys > 64 ? C::kKeys / 64 : 1;
   static constexpr uint32_t kAllBlocks = (1u << kBlocks) - 1;
 
   KeyBlock<C> block_;

@@ -16,8 +16,12 @@ class BackwardBias {
  public:
   static constexpr int kTile = kD <= 128 ? 64 : 32, kWarps = kTile / 16, kThreads = kWarps * 32, kNt = kTile / 8;
 
+  // Whether V and dO arrive where Q and K were: the tiles of wide heads do not fit side by side into the shared memory of every device.
+  static constexpr bool kOnePairAtATime = kD > 256;
+  static_assert(!kOnePairAtATime || kDv <= kD);
+
   struct Storage {
-    uint16_t q[kTile][kD], k[kTile][kD], v[kTile][kDv], dout[kTile][kDv];
+    uint16_t q[kTile][kD], k[kTile][kD], v[kOnePairAtATime ? 1 : kTile][kDv], dout[kOnePairAtATime ? 1 : kTile][kDv];
     float column_sums[kWarps][kTile];
   };
 
@@ -74,17 +78,21 @@ class BackwardBias {
 
   __device__ __forceinline__ void add(int b, int h, const Sequence &q, const Sequence &k, int row0, int key0) {
     const int seqlen_q = static_cast<int>(q.len), seqlen_k = static_cast<int>(k.len), hk = h / static_cast<int>(p_.group);
-    const uint32_t q_tile = smem_address(shared_.q), k_tile = smem_address(shared_.k), v_tile = smem_address(shared_.v),
-                   dout_tile = smem_address(shared_.dout);
+    const uint32_t q_tile = smem_address(shared_.q), k_tile = smem_address(shared_.k),
+                   v_tile = kOnePairAtATime ? k_tile : smem_address(shared_.v),
+                   dout_tile = kOnePairAtATime ? q_tile : smem_address(shared_.dout);
     uint32_t shown = shown_keys(b, h, row0, key0);  // first of all: later there are no registers for it
     asm volatile("" : "+r"(shown));
     __syncthreads();  // all warps have read the previous tiles
     load_tile<kTile, kD, kThreads>(q_tile, row_source<Element>(p_.q, b, q.start, seqlen_q, h, p_.head_dim, a_.vector_q), row0);
     load_tile<kTile, kD, kThreads>(k_tile, row_source<Element>(p_.k, b, k.start, seqlen_k, hk, p_.head_dim, a_.vector_k), key0);
-    load_tile<kTile, kDv, kThreads>(v_tile, row_source<Element>(p_.v, b, k.start, seqlen_k, hk, p_.head_dim_v, a_.vector_v),
-                                    key0);
-    load_tile<kTile, kDv, kThreads>(dout_tile,
-                                    row_source<Element>(g_.dout, b, q.start, seqlen_q, h, p_.head_dim_v, a_.vector_dout), row0);
+    const auto load_v_and_dout = [&] {
+      load_tile<kTile, kDv, kThreads>(v_tile, row_source<Element>(p_.v, b, k.start, seqlen_k, hk, p_.head_dim_v, a_.vector_v),
+                                      key0);
+      load_tile<kTile, kDv, kThreads>(
+          dout_tile, row_source<Element>(g_.dout, b, q.start, seqlen_q, h, p_.head_dim_v, a_.vector_dout), row0);
+    };
+    if constexpr (!kOnePairAtATime) load_v_and_dout();
     cp_async_commit();
     // While the tiles arrive: the bias of this lane's pairs, and what it needs of its two rows. Pairs that do not exist read others.
     Accumulator<1, kNt> bias;
@@ -106,6 +114,13 @@ class BackwardBias {
     __syncthreads();
     Accumulator<1, kNt> s, dp;
     mma_nt<Element, kD, 1, kNt>(s, q_tile, warp_ * 16, k_tile, 0);
+    if constexpr (kOnePairAtATime) {
+      __syncthreads();  // all warps have read Q and K
+      load_v_and_dout();
+      cp_async_commit();
+      cp_async_wait<0>();
+      __syncthreads();
+    }
     mma_nt<Element, kDv, 1, kNt>(dp, dout_tile, warp_ * 16, v_tile, 0);
     const HeadTerms head = head_terms(p_, Base2Math::kLogit, b, h);
     const DropoutKey dropout = p_.dropout.threshold > 0 ? load_dropout_key(p_.dropout) : DropoutKey{};

@@ -22,7 +22,7 @@ class DqSum {
     if (any) {
       clear<C::kDqTiles, C::kDqNt>(dq);
       const int warp = C::kRoles == 1 ? opaque(block.warp) : block.warp;
-      mma_scores<C, Major::mn, C::kD * 2, C::kKeys / 16>(dq, ds, warp % C::kDqRowWarps * 32, block.smem_k(),
+      mma_scores<C, Major::mn, C::kD * 2, C::kKeys / 16>(dq, ds, warp % C::kDqRowWarps * (16 * C::kDqTiles), block.smem_k(),
                                                          warp / C::kDqRowWarps * C::kDqNt * 8, nan_safe);
     }
     if (ordered) {

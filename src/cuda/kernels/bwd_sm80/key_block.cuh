@@ -23,12 +23,13 @@ struct BackwardConfig {
   static constexpr int kWarps = kShape.warps, kThreads = kShape.threads(), kMinCtas = kShape.min_blocks,
                        kStages = kShape.stages;
   static constexpr int kRoles = kShape.roles, kRoleWarps = kWarps / kRoles, kRoleThreads = kRoleWarps * 32;
+  static constexpr int kScoreWarps = kShape.score_warps;
   static constexpr int kQueryWarps = kShape.query_warps, kKeyTiles = kShape.key_tiles, kColumnWarps = kShape.column_warps;
   static constexpr ScoreSet kScores = scores_of_program(kShape.scores);
   static constexpr bool kGeneral = kScores != kPlain, kStagesBias = stages_bias(kScores);
   static constexpr bool has(ScoreSet terms) { return (kScores & terms) != 0; }
-  using Storage = BackwardStorage<kD, kDv, kWarps, kRoles, kQueryWarps, kKeyTiles, kColumnWarps, kRows, kStages, kMinCtas,
-                                  kShape.capability, kScores>;
+  using Storage = BackwardStorage<kD, kDv, kWarps, kRoles, kScoreWarps, kQueryWarps, kKeyTiles, kColumnWarps, kRows, kStages,
+                                  kMinCtas, kShape.capability, kScores>;
   static_assert(Storage::kP == sizeof(Storage) && Storage::kBytes <= kShape.shared_bytes() && kWarps <= kDqSemaphoresPerTile);
   static constexpr bool kSharesP = Storage::kSharesP;
 
@@ -39,9 +40,9 @@ struct BackwardConfig {
   static constexpr int kGradTiles = kKeys / 16 / (kRoleWarps / kColumnWarps);
   static constexpr int kDt = kD / 8 / kColumnWarps, kDvt = kDv / 8 / kColumnWarps;
   static_assert(kSharesP || (kColumnWarps == 1 && kGradTiles == kKeyTiles));
-  // dq of a warp: 32 rows x its columns.
-  static constexpr int kDqTiles = 2, kDqRowWarps = kRows / 32, kDqNt = kD / 8 / (kWarps / kDqRowWarps);
-  static_assert(kRows % 32 == 0 && kWarps % kDqRowWarps == 0 && kDqNt % 2 == 0);
+  // dq of a warp: 32 rows, or the 16 that there are, x its columns.
+  static constexpr int kDqTiles = kRows >= 32 ? 2 : 1, kDqRowWarps = kRows / 16 / kDqTiles, kDqNt = kD / 8 / (kWarps / kDqRowWarps);
+  static_assert(kRows % (16 * kDqTiles) == 0 && kWarps % kDqRowWarps == 0 && kDqNt % 2 == 0);
 
   static constexpr int kScorePitch = kRows * 2, kBiasPitch = kKeys * 2;  // bytes of a row of P and dS, and of the bias
 };

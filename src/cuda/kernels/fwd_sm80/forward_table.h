@@ -68,6 +68,8 @@ struct ForwardShape {
   X(d256, 256, 256, 4, 2, 2, 64, 2, 80, kPlain)     \
   X(d256s, 256, 256, 4, 1, 1, 32, 1, 80, kPlain)    \
   X(d512, 512, 512, 8, 2, 4, 64, 1, 90, kPlain)     \
+  X(d512s, 512, 512, 8, 1, 2, 32, 1, 80, kPlain)    \
+  X(d512t, 512, 512, 4, 1, 2, 32, 1, 80, kPlain)    \
   X(d576_512, 576, 512, 8, 2, 4, 64, 1, 90, kPlain) \
   X(d64m, 64, 64, 4, 2, 1, 64, 2, 80, kSmooth)      \
   X(d64b, 64, 64, 4, 2, 1, 64, 2, 80, kBiased)      \
@@ -81,7 +83,10 @@ struct ForwardShape {
   X(d256b, 256, 256, 4, 2, 2, 64, 2, 80, kBiased)   \
   X(d256r, 256, 256, 4, 2, 2, 64, 2, 80, kDropped)  \
   X(d256g, 256, 256, 4, 2, 2, 64, 2, 80, kAll)      \
-  X(d256gs, 256, 256, 4, 1, 1, 32, 1, 80, kAll)
+  X(d256gs, 256, 256, 4, 1, 1, 32, 1, 80, kAll)     \
+  X(d512g, 512, 512, 8, 2, 4, 64, 1, 90, kAll)      \
+  X(d512gs, 512, 512, 8, 1, 2, 32, 1, 80, kAll)     \
+  X(d512gt, 512, 512, 4, 1, 2, 32, 1, 80, kAll)
 
 #define FA_SM80_SHAPE(name, ...) {#name, __VA_ARGS__, ForwardStorage<__VA_ARGS__>::kBytes},
 constexpr ForwardShape kForwardShapes[] = {FA_SM80_FORWARD_TABLE(FA_SM80_SHAPE)};

@@ -28,7 +28,7 @@ struct ForwardConfig {
   using Storage = ForwardStorage<kD, kDv, kWarps, kRowTiles, kColumnWarps, kTile, kMinCtas, kShape.capability, kScores>;
   static_assert(Storage::kP == sizeof(Storage) && Storage::kBytes <= kShape.shared_bytes());
   // The rows of a CTA and the keys of a tile lie in one cell of a mask's map.
-  static_assert(!has(kDataMask) || (kRows == kCell && kCell % kTile == 0));
+  static_assert(!has(kDataMask) || (kCell % kRows == 0 && kCell % kTile == 0));
 };
 
 template <class C>
