@@ -32,7 +32,7 @@ TEST(CudaPlanHopper, ScoreTexts) {
   EXPECT_EQ(names(scored(64)), std::pair(std::string("sm90_fwd_bf16_d64r"), std::string("sm90_bwd_bf16_d64g")));
   EXPECT_EQ(names(scored(128)), std::pair(std::string("sm90_fwd_bf16_d128g"), std::string("sm90_bwd_bf16_d128g")));
   EXPECT_EQ(names(scored(256)), std::pair(std::string("sm90_fwd_bf16_d256g"), std::string("sm90_bwd_bf16_d256g")));
-  EXPECT_EQ(names(scored(512)), std::pair(std::string("simt_fwd_bf16_d512"), std::string("simt_bwd_bf16_d512")));
+  EXPECT_EQ(names(scored(512)), std::pair(std::string("sm80_fwd_bf16_d512g"), std::string("sm80_bwd_bf16_d512gs")));
   const std::pair smooth(std::string("sm80_fwd_bf16_d128m"), std::string("sm80_bwd_bf16_d128m")),
       general(std::string("sm80_fwd_bf16_d128g"), std::string("sm80_bwd_bf16_d128g"));
   EXPECT_EQ(names(scored(128), kDevices[1].device), smooth);

@@ -5,7 +5,7 @@
 // them, head after head of the GQA group. Scores are computed transposed, keys as rows. Every mma of a warp covers 32 rows if it can, so that
 // a fragment from shared memory feeds two of them.
 //
-//   score_tiles:  S^T = K Q^T,  dP^T = V dO^T          kKeyTiles * 16 keys and a part of the queries for each of kScoreWarps warps
+//   score_tiles:  S^T = K Q^T,  dP^T = V dO^T          kKeyTiles * 16 keys and a part of the queries per warp
 //                 P^T = 2^(S^T - lse),  dS^T = P^T (dP^T - delta), converted, to shared memory
 //                 (with dropout see BackwardParams::keep_scale)
 //   barrier
@@ -16,12 +16,15 @@
 // With two stages the next query tile arrives meanwhile. With one (head_dim above 128 where shared memory is short) it is loaded when dv and dk
 // have read this one, behind a third barrier, and arrives under dq = dS K.
 //
+// With fewer tiles of scores than warps (kPassesDp) a second warp computes dP^T of a tile, and passes it on through the tile's place in P and dS.
+//
 // With kQueryWarps = 1 (d64) a warp has all queries of its keys: P and dS go from its registers into dv and dk, and two CTAs per SM overlap.
 //
 // Shared memory: BackwardStorage (backward_table.h). dk and dv leave through the memory of K and V.
 #pragma once
 
 #include "cuda/common/nan_safe.cuh"
+#include "cuda/common/pipeline.cuh"
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/score_text.cuh"
 #include "cuda/kernels/bwd_sm80/dq_sum.cuh"
@@ -45,6 +48,9 @@ class Backward {
 
   __device__ __forceinline__ void run() {
     const Problem &p = block_.p;
+    if constexpr (C::kPassesDp && kHasMbarrierWait) {
+      if (threadIdx.x < C::kScoreWarps) mbarrier_init(block_.smem_role_barrier(threadIdx.x), 32);
+    }
     clear<C::kGradTiles, C::kDt>(dk_);
     clear<C::kGradTiles, C::kDvt>(dv_);
     if (block_.key0 < block_.mask.seqlen_k) {
@@ -184,25 +190,42 @@ class Backward {
   // P and dS
   // ------------------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ int first_key() const { return opaque(block_.warp) / C::kQueryWarps * (C::kKeyTiles * 16); }
+  // Number of this warp's tile of scores. With kPassesDp two warps have the same.
+  __device__ __forceinline__ int score_warp() const {
+    return C::kPassesDp ? opaque(block_.warp) % C::kScoreWarps : block_.warp;
+  }
+  __device__ __forceinline__ int first_key() const { return opaque(score_warp()) / C::kQueryWarps * (C::kKeyTiles * 16); }
 
   __device__ __forceinline__ bool has_partial_blocks() const { return C::has(kDataMask) && partial_blocks_ != 0; }
 
   __device__ __forceinline__ void score_tiles(int tile) {
     if (visible_blocks_ == 0) return;
-    if (C::kScoreWarps < C::kWarps && block_.warp >= C::kScoreWarps) return;
+    if (C::kPassesDp && block_.warp >= 2 * C::kScoreWarps) return;
     // A bias in global memory has no rows beyond the sequence.
     const bool masked = block_.masks(tile) || (C::kGeneral && nan_safe_) ||
                         (C::has(kAnyBias) && (tile + 1) * C::kRows > block_.mask.seqlen_q) || has_partial_blocks();
 #pragma unroll 1
     for (int step = 0; step < C::kTileSteps; ++step) {
-      const int first_row = block_.warp % C::kQueryWarps * C::kWarpRows + step * C::kTileRows;
-      if (masked) {
+      const int first_row = score_warp() % C::kQueryWarps * C::kWarpRows + step * C::kTileRows;
+      if (C::kPassesDp && block_.warp >= C::kScoreWarps) {
+        if (!is_hidden(masked, tile, first_key(), first_row)) pass_dp(tile, first_row);
+      } else if (masked) {
         score_tile<true>(tile, first_row);
       } else {
         score_tile<false>(tile, first_row);
       }
     }
+  }
+
+  // Whether all pairs of this warp's tile of scores are masked.
+  __device__ __forceinline__ bool is_hidden(bool masked, int tile, int first_key, int first_row) const {
+    return (masked &&
+            !block_.mask.any(tile * C::kRows + first_row, C::kTileRows, block_.key0 + first_key, C::kKeyTiles * 16)) ||
+           (C::has(kBlockMask) && (visible_blocks_ >> first_key / 64 & 1) == 0);
+  }
+  __device__ __forceinline__ void compute_dp(Scores &dp, int first_key, uint32_t dout, int first_row) const {
+    clear<C::kKeyTiles, C::kNt>(dp);
+    mma_ss<Element, Major::k, C::kDv * 2, Major::k, C::kDv * 2, C::kDv / 16>(dp, block_.smem_v(), first_key, dout, first_row);
   }
 
   // This warp's keys x kTileRows queries of a query tile, from first_row on. kMasked: some pairs may be masked, other than with all of 64 x 64
@@ -217,8 +240,7 @@ class Backward {
     const uint32_t lse_at = block_.smem_lse(stage) + (first_row + 2 * (block_.lane & 3)) * 4,
                    delta_at = lse_at + (C::Storage::kDelta - C::Storage::kLse);
     POperand operand;
-    if ((kMasked && !block_.mask.any(row0, C::kTileRows, key0, C::kKeyTiles * 16)) ||
-        (C::has(kBlockMask) && (visible_blocks_ >> first_key / 64 & 1) == 0)) {
+    if (is_hidden(kMasked, tile, first_key, first_row)) {
       // Nothing to add to dv and dk. dq, and the other warps of these keys, read masked P and dS.
       Scores s;
       Tile::for_each([&](int i, int j, int r) { s[i][j][r] = kMaskedP; });
@@ -255,15 +277,14 @@ class Backward {
         exponentiate_general<kMasked>(mods, operand, s, bias, visible, row0, key0, first_row, lse_at);
       });
     }
+    Scores dp;
+    if constexpr (C::kPassesDp) take_dp(dp, first_row);
     if constexpr (C::kSharesP) {
       store_scores(block_.smem_p(), first_row, operand);
     } else {
       accumulate<C::kDv * 2>(dv_, operand, dout + first_row * C::kDv * 2);
     }
-
-    Scores dp;
-    clear<C::kKeyTiles, C::kNt>(dp);
-    mma_ss<Element, Major::k, C::kDv * 2, Major::k, C::kDv * 2, C::kDv / 16>(dp, block_.smem_v(), first_key, dout, first_row);
+    if constexpr (!C::kPassesDp) compute_dp(dp, first_key, dout, first_row);
 #pragma unroll
     for (int j = 0; j < C::kNt; ++j) {
       const float2 deltas = ld_shared_float2(delta_at + j * 32);
@@ -409,10 +430,50 @@ class Backward {
     for (int i = 0; i < C::kKeyTiles; ++i) convert_p<Element>(x[i], operand[i]);
   }
 
+  // Computes dP^T of a tile of 16 x 16 and passes it on to the warp that computes P^T. Half of a lane's numbers take its 16 bytes of the tile in P,
+  // the others those in dS, which that warp writes later.
+  __device__ __forceinline__ void pass_dp(int tile, int first_row) const {
+    static_assert(!C::kPassesDp || (C::kKeyTiles == 1 && C::kNt == 2));
+    Scores dp;
+    compute_dp(dp, first_key(), block_.smem_dout(tile % C::kStages), first_row);
+    const uint32_t at = score_fragment(0, first_row);
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      st_shared_16((j == 0 ? block_.smem_p() : block_.smem_ds()) + at, __float_as_uint(dp[0][j][0]),
+                   __float_as_uint(dp[0][j][1]), __float_as_uint(dp[0][j][2]), __float_as_uint(dp[0][j][3]));
+    if constexpr (kHasMbarrierWait) {
+      mbarrier_arrive(block_.smem_role_barrier(score_warp()));
+    } else {
+      named_barrier(1 + score_warp(), 64);
+    }
+  }
+  __device__ __forceinline__ void take_dp(Scores &dp, int first_row) {
+    if constexpr (kHasMbarrierWait) {
+      mbarrier_wait(block_.smem_role_barrier(score_warp()), dp_parity_);
+      dp_parity_ ^= 1;
+    } else {
+      named_barrier(1 + score_warp(), 64);
+    }
+    const uint32_t at = score_fragment(0, first_row);
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const uint4 x = ld_shared_16((j == 0 ? block_.smem_p() : block_.smem_ds()) + at);
+      const uint32_t bits[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+      for (int r = 0; r < 4; ++r) dp[0][j][r] = __uint_as_float(bits[r]);
+    }
+    __syncwarp();  // before P and dS come in the place of it
+  }
+
+  // Address of this lane's 16 bytes of the first fragment of this warp's tile in P or dS.
+  __device__ __forceinline__ uint32_t score_fragment(uint32_t scores, int first_row) const {
+    const int first_key = (C::kGeneral ? opaque(score_warp()) : score_warp()) / C::kQueryWarps * C::kKeyTiles * 16;
+    return scores + swizzled<C::kScorePitch>(first_key + (block_.lane & 15), first_row / 8 + (block_.lane >> 4));
+  }
+
   // Stores this warp's tile into the (keys x queries) tile that all warps share.
   __device__ __forceinline__ void store_scores(uint32_t scores, int first_row, const POperand &operand) const {
-    const int first_key = (C::kGeneral ? opaque(block_.warp) : block_.warp) / C::kQueryWarps * C::kKeyTiles * 16;
-    const uint32_t at = scores + swizzled<C::kScorePitch>(first_key + (block_.lane & 15), first_row / 8 + (block_.lane >> 4));
+    const uint32_t at = score_fragment(scores, first_row);
 #pragma unroll
     for (int i = 0; i < C::kKeyTiles; ++i)
 #pragma unroll
@@ -456,6 +517,7 @@ class Backward {
   uint32_t visible_blocks_ = kAllBlocks;  // of 64 keys each, those that masks given as data show to this query tile
   uint32_t partial_blocks_ = 0;           // with kDataMask: those of which such masks hide some pairs
   bool nan_safe_ = false;                 // this query tile takes the NaN-safe path
+  uint32_t dp_parity_ = 0;                // kPassesDp: of the phase of the barrier that dP^T of a tile arrives at
   Accumulator<C::kGradTiles, C::kDt> dk_;
   Accumulator<C::kGradTiles, C::kDvt> dv_;
 };

@@ -11,10 +11,12 @@ namespace fa::cuda::sm80 {
 constexpr int32_t kDqSemaphoresPerTile = 8;  // warps of a CTA, at most: each has its own counter per query tile
 
 // Shared memory of a CTA, as in forward_table.h.
-template <int kHeadDim, int kHeadDimV, int kWarps, int kRoles, int kScoreWarps, int kQueryWarps, int kKeyTiles, int kColumnWarps,
-          int kRows, int kStages, int kMinCtas, int kCapability, ScoreSet kScores>
+template <int kHeadDim, int kHeadDimV, int kWarps, int kRoles, int kScoreWarps, int kQueryWarps, int kKeyTiles,
+          int kColumnWarps, int kRows, int kStages, int kMinCtas, int kCapability, ScoreSet kScores>
 struct BackwardStorage {
   static constexpr int kKeys = kScoreWarps / kQueryWarps * kKeyTiles * 16;
+  // S^T of a tile and dP^T are the work of two warps, where half of them would wait otherwise. dP^T goes to the first one as fp32.
+  static constexpr bool kPassesDp = kScoreWarps * 2 <= kWarps / kRoles;
   static constexpr bool kSharesP = kRoles > 1 || kQueryWarps > 1 || kScoreWarps < kWarps;  // P, like dS, goes to other warps
 
   uint16_t k[kKeys][kHeadDim];
@@ -28,7 +30,7 @@ struct BackwardStorage {
   static constexpr int32_t kLse = kP + (kSharesP ? kRoles * kScoreBytes : 0), kStatisticsBytes = 4 * kRows;  // of a stage
   static constexpr int32_t kDelta = kLse + kStages * kStatisticsBytes, kBias = kDelta + kStages * kStatisticsBytes;
   static constexpr int32_t kRoleBarriers = kBias + (stages_bias(kScores) ? 2 * kRows * kKeys : 0);
-  static constexpr int32_t kBytes = kRoleBarriers + (kRoles > 1 ? 8 * kRoles : 0);
+  static constexpr int32_t kBytes = kRoleBarriers + 8 * (kRoles > 1 ? kRoles : kPassesDp ? kScoreWarps : 0);
 };
 
 struct BackwardShape {
@@ -37,7 +39,7 @@ struct BackwardShape {
   int32_t head_dim_v;  // bucket of v
   int32_t warps;
   int32_t roles;         // 2: half of the warps hold dv, half dk (backward_specialized.cuh); the next four are then per role
-  int32_t score_warps;   // that compute S^T and dP^T: all, or as many as have a tile of 16 x 16
+  int32_t score_warps;   // that compute S^T, P^T and dS^T: all, or as many as have a tile; then as many others compute dP^T
   int32_t query_warps;   // warps that share the keys of S^T and dP^T: each has a part of the queries
   int32_t key_tiles;     // of 16 keys, of S^T and dP^T per warp
   int32_t column_warps;  // warps that share the keys of dk and dv: each has a part of the columns

@@ -31,7 +31,8 @@ struct BackwardConfig {
   using Storage = BackwardStorage<kD, kDv, kWarps, kRoles, kScoreWarps, kQueryWarps, kKeyTiles, kColumnWarps, kRows, kStages,
                                   kMinCtas, kShape.capability, kScores>;
   static_assert(Storage::kP == sizeof(Storage) && Storage::kBytes <= kShape.shared_bytes() && kWarps <= kDqSemaphoresPerTile);
-  static constexpr bool kSharesP = Storage::kSharesP;
+  static constexpr bool kSharesP = Storage::kSharesP, kPassesDp = Storage::kPassesDp;
+  static_assert(kPassesDp || kScoreWarps == kRoleWarps);
 
   // S^T and dP^T of a warp: kKeyTiles * 16 keys x kTileRows queries at a time, kTileSteps times per query tile.
   static constexpr int kWarpRows = kRows / kQueryWarps, kTileRows = kRoles == 1 && kWarpRows > 32 ? 32 : kWarpRows;
@@ -41,7 +42,8 @@ struct BackwardConfig {
   static constexpr int kDt = kD / 8 / kColumnWarps, kDvt = kDv / 8 / kColumnWarps;
   static_assert(kSharesP || (kColumnWarps == 1 && kGradTiles == kKeyTiles));
   // dq of a warp: 32 rows, or the 16 that there are, x its columns.
-  static constexpr int kDqTiles = kRows >= 32 ? 2 : 1, kDqRowWarps = kRows / 16 / kDqTiles, kDqNt = kD / 8 / (kWarps / kDqRowWarps);
+  static constexpr int kDqTiles = kRows >= 32 ? 2 : 1, kDqRowWarps = kRows / 16 / kDqTiles,
+                       kDqNt = kD / 8 / (kWarps / kDqRowWarps);
   static_assert(kRows % (16 * kDqTiles) == 0 && kWarps % kDqRowWarps == 0 && kDqNt % 2 == 0);
 
   static constexpr int kScorePitch = kRows * 2, kBiasPitch = kKeys * 2;  // bytes of a row of P and dS, and of the bias
@@ -183,6 +185,7 @@ struct KeyBlock {
     return smem + Storage::kDelta + stage * Storage::kStatisticsBytes;
   }
   __device__ __forceinline__ uint32_t smem_bias() const { return smem + Storage::kBias; }
+  // Of a role, or of the two warps that share a tile of scores.
   __device__ __forceinline__ uint32_t smem_role_barrier(int role) const { return smem + Storage::kRoleBarriers + role * 8; }
 
   // ------------------------------------------------------------------------------------------------------------------
