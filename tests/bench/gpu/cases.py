@@ -30,7 +30,7 @@ class Case:
     lengths: Tuple[int, ...] = ()  # packed sequences; batch is 1 then and seqlen_q the longest
     seed: int = 0  # of lengths that are random: the row is also compared with that of as many equal ones
     graph: bool = False  # replayed from a CUDA graph, so that host time does not count
-    arch: int = 0  # 80: with kernels for sm_80 alone
+    arch: int = 0  # 80, 86: with the kernels of A100, of devices with 99 KB of shared memory
     page: int = 0  # keys lie in pages of so many
     latent: bool = False  # values are the first columns of the keys
     listed: int = 0  # keys that each query lists, at random (kv_indices)
@@ -55,7 +55,7 @@ class Case:
         words += [word for word in ("latent" if self.latent else "", f"page{self.page}" if self.page else "",
                                     f"listed{self.listed}" if self.listed else "", self.option,
                                     "deterministic" if self.deterministic else "",
-                                    "sm80" if self.arch == 80 and self.section == SAME_BITS else "") if word]
+                                    f"sm{self.arch}" if self.arch and self.section in (SAME_BITS, "wide") else "") if word]
         return " ".join(words)
 
     @property
@@ -177,13 +177,18 @@ def dims(quick: bool) -> List[Case]:
 
 
 def wide(quick: bool) -> List[Case]:
-    """head_dim above 256."""
+    """head_dim above 256, its options, and how other devices run wide heads."""
     rows = [(320, True, 4096), (384, True, 4096), (512, True, 4096)] + ([] if quick else [(512, False, 8192)])
     square_rows = [
         Case("wide", direction, d, causal, n, n, 8192 // n, 8, 8)
         for direction in ("forward", "backward") for d, causal, n in rows
     ]
     shapes = [(512, 4096, 4096, 64)] if quick else [(d, *prompt) for d in (384, 512) for prompt in SERVED_PROMPTS]
+    for direction in ("forward", "backward"):
+        for option in ("bits",) if quick else (*OPTIONS, "bits"):
+            square_rows.append(Case("wide", direction, 512, False, 4096, 4096, 2, 8, 8, option=option))
+        for d, arch in ((512, 86),) if quick else ((256, 80), (256, 86), (320, 80), (320, 86), (512, 80), (512, 86)):
+            square_rows.append(Case("wide", direction, d, True, 4096, 4096, 2, 8, 8, arch=arch))
     return square_rows + [Case("wide", "forward", d, True, q, k, 4, 16, 2, page=page) for d, q, k, page in shapes]
 
 
