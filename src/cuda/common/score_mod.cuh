@@ -227,7 +227,7 @@ __device__ __forceinline__ void add_row_bias(Scores &s, int r, const ScoreTensor
   }
 }
 // The same for a QkFragment of which all keys have one, two neighbours at a time (takes_pairs).
-template <class Fragment, class Element, typename Scores>
+template <class Fragment, class Element, bool kMasked = false, typename Scores>
 __device__ __forceinline__ void add_row_bias_pairs(Scores &s, int r, const ScoreTensor &t, int64_t at, const RawUnit &raw) {
   if (t.dtype == Dtype::f32) {
     const auto *pairs = reinterpret_cast<const float2 *>(static_cast<const float *>(t.data) + at);
@@ -235,8 +235,8 @@ __device__ __forceinline__ void add_row_bias_pairs(Scores &s, int r, const Score
     for (int j = 0; j < Fragment::kKeysOfLane / 2; ++j) {
       const float2 bias = pairs[4 * j];
       float *x = &element(s, Fragment::at(r, 2 * j));
-      x[0] = add_bias<false>(x[0], bias.x, raw.logit);
-      x[1] = add_bias<false>(x[1], bias.y, raw.logit);
+      x[0] = add_bias<kMasked>(x[0], bias.x, raw.logit);
+      x[1] = add_bias<kMasked>(x[1], bias.y, raw.logit);
     }
   } else {
     const auto *pairs = reinterpret_cast<const uint32_t *>(static_cast<const Element *>(t.data) + at);
@@ -244,8 +244,8 @@ __device__ __forceinline__ void add_row_bias_pairs(Scores &s, int r, const Score
     for (int j = 0; j < Fragment::kKeysOfLane / 2; ++j) {
       const uint32_t bias = pairs[4 * j];
       float *x = &element(s, Fragment::at(r, 2 * j));
-      x[0] = add_bias<false>(x[0], to_float<Element>(bias & 0xFFFFu), raw.logit);
-      x[1] = add_bias<false>(x[1], to_float<Element>(bias >> 16), raw.logit);
+      x[0] = add_bias<kMasked>(x[0], to_float<Element>(bias & 0xFFFFu), raw.logit);
+      x[1] = add_bias<kMasked>(x[1], to_float<Element>(bias >> 16), raw.logit);
     }
   }
 }

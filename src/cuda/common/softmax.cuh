@@ -134,6 +134,24 @@ struct OnlineSoftmax {
         s, [&](int) { return scale; }, threshold, headroom);
   }
 
+  // The same with products rounded up. A bias or a score of -1e9 may stand for -inf: a maximum of which the rounding is a large exponent must not
+  // make P that large.
+  template <typename Scores, typename Scale, typename Threshold, typename Headroom>
+  __device__ __forceinline__ bool update_max_rounded_up(const Scores &s, Scale scale, Threshold threshold, Headroom headroom) {
+    float top[kRows];
+    bool exceeds = false;
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      top[r] = __fmul_ru(largest(s, r), scale());
+      exceeds |= top[r] - threshold() > max[r];
+    }
+    if (!__any_sync(~0u, exceeds)) return false;
+    Fragment::reduce(top, MaxOp{});
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) raise(r, top[r] - headroom());
+    return true;
+  }
+
   // m of row r to at least `to`. A row that is not raised is multiplied by 1, which keeps its bits.
   __device__ __forceinline__ void raise(int r, float to) {
     const float raised = fmaxf(max[r], to);

@@ -36,6 +36,28 @@ __device__ __forceinline__ void add_bias_tile(uint32_t tile, const ConsumerThrea
   }
 }
 
+// Adds a bias from global memory to the scores of a KV tile, in the unit of q k^T; row(r) is row r of the lane. With kMasked a bias of -inf makes any
+// score -inf, without it a finite one.
+template <class Fragment, typename Element, bool kMasked, int kCount, typename Row>
+__device__ __forceinline__ void add_bias_in_place(float (&s)[kCount], const ForwardParams &a, int batch, int head, int key0,
+                                                  int seqlen_q, int seqlen_k, int lane, Row row_of) {
+  const ScoreTensor &bias = a.problem.bias;
+  const int first = key0 + Fragment::first_key(lane);
+  const bool pairs = a.pair_bias && key0 + Fragment::kKeys <= seqlen_k;
+  const uint32_t keys = keys_below<Fragment>(seqlen_k - first);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    // Rows beyond the last are not stored: the last one's bias will do.
+    const int row = min(row_of(r), seqlen_q - 1);
+    const int64_t at = batch * bias.batch_stride + head * bias.head_stride + row * bias.row_stride + first * bias.col_stride;
+    if (pairs) {
+      add_row_bias_pairs<Fragment, Element, kMasked>(s, r, bias, at, a.raw);
+    } else {
+      add_row_bias<Fragment, kMasked>(s, r, bias, at, keys, a.raw);
+    }
+  }
+}
+
 template <class C>
 class BiasTile {
  public:
@@ -111,22 +133,8 @@ class MixtureBias {
   }
   // key0: the KV tile's first key.
   __device__ __forceinline__ void add_global(const WorkTile &t, int batch, int key0, float (&s)[C::kKeys / 2]) const {
-    const ScoreTensor &bias = a_.problem.bias;
-    const int first = key0 + Fragment::first_key(at_.lane);
-    const bool pairs = a_.pair_bias && key0 + C::kKeys <= t.seqlen_k;
-    const uint32_t keys = keys_below<Fragment>(t.seqlen_k - first);
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      // Rows beyond the last are not stored: the last one's bias will do.
-      const int row = min(at_.row(t, r), t.seqlen_q - 1);
-      const int64_t at =
-          batch * bias.batch_stride + t.head_q * bias.head_stride + row * bias.row_stride + first * bias.col_stride;
-      if (pairs) {
-        add_row_bias_pairs<Fragment, Element>(s, r, bias, at, a_.raw);
-      } else {
-        add_row_bias<Fragment, /*kMasked=*/false>(s, r, bias, at, keys, a_.raw);
-      }
-    }
+    add_bias_in_place<Fragment, Element, /*kMasked=*/false>(s, a_, batch, t.head_q, key0, t.seqlen_q, t.seqlen_k, at_.lane,
+                                                            [&](int r) { return at_.row(t, r); });
   }
 
  private:

@@ -713,7 +713,8 @@ class Consumer {
     if (finds_max_logit()) head_max_.add_scores(softmax_, s_, scale());
     bool rescaled;
     if constexpr (C::kMasksByScore) {
-      rescaled = update_max_rounded_up();
+      rescaled = softmax_.update_max_rounded_up(
+          s_, [&] { return scale(); }, [&] { return rescale_threshold(); }, [&] { return p_exponent(); });
     } else {
       rescaled = softmax_.update_max(s_, scale(), rescale_threshold(), p_exponent());
     }
@@ -731,23 +732,6 @@ class Consumer {
     const bool rescaled = update_max_and_exponentiate();
     alibi_.template shift_max<-1>(work_.stage(), softmax_.max, softmax_.max);
     return rescaled;
-  }
-
-  // OnlineSoftmax::update_max with products rounded up. A bias or a score of -1e9 may stand for -inf: a maximum of which the rounding is a large exponent
-  // must not make P that large.
-  __device__ __forceinline__ bool update_max_rounded_up() {
-    float top[2];
-    bool exceeds = false;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      top[r] = __fmul_ru(softmax_.largest(s_, r), scale());
-      exceeds |= top[r] - rescale_threshold() > softmax_.max[r];
-    }
-    if (!__any_sync(~0u, exceeds)) return false;
-    Fragment::reduce(top, MaxOp{});
-#pragma unroll
-    for (int r = 0; r < 2; ++r) softmax_.raise(r, top[r] - p_exponent());
-    return true;
   }
 
   // The exponent of the largest P when the maximum has been raised: one less than p_exponent(), so that P stays below 2^p_exponent().

@@ -139,6 +139,7 @@ struct ForwardShape {
   X(d512, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false, false) \
   X(d320g, 320, 320, 2, 48, 1, 2, 1, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, false) \
   X(d512g, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, false) \
+  X(d512all, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kAll, false, false, false) \
   X(d384p, 384, 384, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false, true) \
   X(d512p, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kPlain, false, false, true) \
   X(d512gp, 512, 512, 2, 64, 0, 0, 0, kAnyLength, kAnyLength, kSoftcapAlibi, false, false, true)
@@ -171,7 +172,7 @@ template <int32_t head_dim, int32_t head_dim_v, int32_t groups, int32_t kv_tile,
           int32_t out_atoms, bool fp8, ScoreSet scores, bool same_bits, bool pages>
 constexpr int32_t forward_storage_bytes() {
   if constexpr (is_wide(q_stages)) {
-    return sizeof(WideStorage<head_dim>);
+    return sizeof(WideStorage<head_dim, takes_mixtures(scores)>);
   } else {
     return sizeof(
         ForwardStorage<head_dim, head_dim_v, groups, kv_tile, q_stages, stages, out_atoms, fp8, scores, same_bits, pages>);

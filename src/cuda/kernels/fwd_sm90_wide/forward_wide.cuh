@@ -11,8 +11,12 @@
 // warpgroup or half of them.
 //
 // Kernels for K and V in pages (kPaged): the query heads that share a KV head are rows of one work tile, and clusters may split the keys.
+//
+// Kernels for mixtures of score terms (kMixtures): masks as data by the cell map. A CTA has one row of cells and a KV tile is one cell. The cluster
+// loads the KV tiles that the map shows to either CTA, and each CTA passes over those that its own row does not show.
 #pragma once
 
+#include "cuda/common/cell_iterator.cuh"
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/epilogue.cuh"
 #include "cuda/common/kv_8bit.cuh"
@@ -24,7 +28,10 @@
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/fwd_sm90/bias.cuh"
+#include "cuda/kernels/fwd_sm90/dropout.cuh"
 #include "cuda/kernels/fwd_sm90/forward.h"
+#include "cuda/kernels/fwd_sm90/head_max.cuh"
 #include "cuda/kernels/fwd_sm90_wide/page_window.cuh"
 #include "cuda/kernels/fwd_sm90_wide/shared_storage.h"
 
@@ -33,7 +40,8 @@ namespace fa::cuda::sm90 {
 template <typename Element_, int kD_, ScoreSet kScores_, bool kPaged_>
 struct WideConfig {
   using Element = Element_;
-  using Storage = WideStorage<kD_>;
+  static constexpr bool kMixtures = takes_mixtures(kScores_);
+  using Storage = WideStorage<kD_, kMixtures>;
   static constexpr int kD = kD_, kAtoms = Storage::kAtoms, kAtomBytes = Storage::kAtomBytes;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = kScores != kPlain;
@@ -48,9 +56,15 @@ struct WideConfig {
   static constexpr int kKGroupBytes = kPaged ? Storage::kKStageAtoms * 1024 : 1024,
                        kVGroupBytes = kPaged ? kVPartAtoms * 1024 : 1024;
   // Warpgroups: producers, softmax, and two for out. Together they have all registers of an SM.
-  static constexpr int kThreads = 512, kProducerRegisters = 24, kSoftmaxRegisters = kAtoms == 8 ? 152 : 200,
-                       kPvRegisters = kAtoms == 8 ? 168 : 144;
+  static constexpr int kThreads = 512, kProducerRegisters = 24,
+                       kSoftmaxRegisters = kAtoms != 8 ? 200
+                                           : kMixtures ? 168
+                                                       : 152,
+                       kPvRegisters = kAtoms != 8 ? 144
+                                      : kMixtures ? 160
+                                                  : 168;
   static_assert(kProducerRegisters + kSoftmaxRegisters + 2 * kPvRegisters == 512);
+  static_assert(!kMixtures || (kAtoms == 8 && !kPaged));
   static_assert(kD % 64 == 0 && Storage::kFirstAtoms <= 4 && (!kPaged || Storage::kFirstAtoms == Storage::kSecondAtoms));
 };
 
@@ -110,6 +124,12 @@ class ForwardWide {
     if (cluster_row0_ >= max(q_.len, q_.seq_slot)) return;  // past the end of a packed sequence
     if (threadIdx.x == 0) {
       init_barriers();
+      if constexpr (C::kMixtures) {
+        if (drops()) {
+          const DropoutKey key = load_dropout_key(p_.dropout);
+          st_shared_16(dropout(), key.k0, key.k1, key.c3, dropout_head(p_, batch_, head_q_));
+        }
+      }
     } else if (threadIdx.x == 32) {
       for (const CUtensorMap *map : {&a_.q_map, &a_.k_map, &a_.v_map}) tma_prefetch_descriptor(map);
     }
@@ -176,6 +196,72 @@ class ForwardWide {
 
   __device__ __forceinline__ Diagonal<int32_t> diagonal() const { return {a_.limits, q_.len, k_.len}; }
   __device__ __forceinline__ bool is_partial(int tile) const { return tile < full_.begin || tile >= full_.end; }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // Kernels for mixtures
+  // ------------------------------------------------------------------------------------------------------------------
+
+  // Which terms the problem has.
+  __device__ __forceinline__ bool has_bias() const { return p_.bias.data != nullptr; }
+  __device__ __forceinline__ bool drops() const { return p_.dropout.threshold > 0; }
+
+  // Moves to the next KV tile that the cluster loads. Every warp of both CTAs gets the same tiles.
+  using Tiles = CellIterator<>;
+  __device__ __forceinline__ bool next_tile(Tiles &tiles) const {
+    return tiles.next(loaded_, lane_, [&](int word) -> CellWord {
+      const uint32_t in_band = cells_of_word(tiles_, word);
+      const DataMask &mask = a_.mask;
+      if (!mask.given()) return {~0u, in_band, 0};
+      const int64_t at = row_of_cells(mask, batch_, head_q_, row0_) + word;
+      const int others = rank_ == 0 ? mask.by_query.words : -mask.by_query.words;  // the row of cells of the other CTA
+      // A CTA without rows has none.
+      const uint32_t mine = row0_ < q_.len ? mask.by_query.visible[at] : 0,
+                     partial = row0_ < q_.len ? mask.by_query.partial[at] : 0;
+      const uint32_t other = rank_ == 1 || row0_ + 64 < q_.len ? mask.by_query.visible[at + others] : 0;
+      return {mine | other, mine & in_band, partial};
+    });
+  }
+  // Of a KV tile that masks as data show to this CTA: whether pairs of it may be masked. A bias of -inf masks a pair of any tile.
+  __device__ __forceinline__ bool hides_pairs(int tile, bool partial_cell) const {
+    return has_bias() || partial_cell || is_partial(tile);
+  }
+
+  // Adds the bias of a KV tile.
+  __device__ __forceinline__ void add_bias(float (&s)[32], int key0) const {
+    add_bias_in_place<Fragment, Element, /*kMasked=*/true>(s, a_, batch_, head_q_, key0, q_.len, k_.len, lane_,
+                                                           [&](int r) { return row0_ + row_of(r); });
+  }
+  // Masks what band, lengths and masks as data hide. Rows that are not used see nothing: they have no part in max_logit.
+  __device__ __forceinline__ void mask_scores(float (&s)[32], int key0, bool partial_cell) const {
+    uint32_t visible[2] = {0, 0};
+#pragma unroll 1
+    for (int r = 0; r < 2; ++r) {
+      const int row = row0_ + row_of(r);
+      uint32_t keys = 0;
+      if (row < q_.len) {
+        keys = visible_bits<Fragment>(keys_of_query(diagonal(), row), key0, lane_);
+        if (partial_cell) keys &= qk_fragment_bits(visible_key_bits(a_.mask, p_, batch_, head_q_, row, key0), lane_);
+      }
+      if (r == 0) {
+        visible[0] = keys;
+      } else {
+        visible[1] = keys;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r) mask_row<Fragment>(s, r, visible[r]);
+  }
+  // Zeroes the dropped elements of P.
+  __device__ __forceinline__ void drop(uint32_t (&p16)[4][4], int key0) const {
+    const uint4 x = ld_shared_16(dropout());
+    DropoutWords<64> words;
+    words.draw(DropoutTile{{x.x, x.y, x.z}, x.w, (row0_ + warp_ * 16 + p_.dropout.first_query) >> 4},
+               key0 + p_.dropout.first_key, lane_);
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      words.template drop</*kKeepsMasked=*/true>(p16[2 * n], p16[2 * n + 1], n, a_.kept_halves, lane_);
+  }
+
   // Of the tile: row r of this lane's two.
   __device__ __forceinline__ int row_of(int r) const { return warp_ * 16 + (lane_ >> 2) + 8 * r; }
 
@@ -209,6 +295,7 @@ class ForwardWide {
   }
   __device__ __forceinline__ uint32_t p_full(int stage) const { return smem_ + offsetof(Storage, p_full) + stage * 8; }
   __device__ __forceinline__ uint32_t p_empty(int stage) const { return smem_ + offsetof(Storage, p_empty) + stage * 8; }
+  __device__ __forceinline__ uint32_t dropout() const { return smem_ + offsetof(Storage, dropout); }
 
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarps = 4;  // of the warpgroup that arrives
@@ -281,8 +368,9 @@ class ForwardWide {
     if (elect_one()) load_q();
     KPipeline pipe;
     auto pages = page_window(a_.pages.k);
+    Tiles tiles(loaded_);
 #pragma unroll 1
-    for (int tile = loaded_.begin; tile < loaded_.end; ++tile) {
+    for (int tile = loaded_.begin; is_loaded(tile, tiles); ++tile) {
       const PageBox box = pages.box_at(tile * 64);
 #pragma unroll 1
       for (int part = 0; part < Storage::kKParts; ++part) {
@@ -296,8 +384,9 @@ class ForwardWide {
   __device__ __forceinline__ void load_v() const {
     VPipeline pipe;
     auto pages = page_window(a_.pages.v);
+    Tiles tiles(loaded_);
 #pragma unroll 1
-    for (int tile = loaded_.begin; tile < loaded_.end; ++tile) {
+    for (int tile = loaded_.begin; is_loaded(tile, tiles); ++tile) {
 #pragma unroll 1
       for (int part = 0; part < Storage::kParts; ++part) {
         const PageBox box = pages.box_at(tile * 64 + part * C::kVPartKeys);
@@ -310,6 +399,16 @@ class ForwardWide {
         }
         pipe.advance();
       }
+    }
+  }
+  // Whether the cluster loads a KV tile from `tile` on. Kernels for mixtures move on to that one.
+  __device__ __forceinline__ bool is_loaded(int &tile, Tiles &tiles) const {
+    if constexpr (C::kMixtures) {
+      if (!next_tile(tiles)) return false;
+      tile = tiles.cell();
+      return true;
+    } else {
+      return tile < loaded_.end;
     }
   }
 
@@ -332,19 +431,31 @@ class ForwardWide {
       mbarrier_wait(q_full(), 0);
       take_q(q_fragments);
     }
-    skip_k(loaded_.begin, tiles_.begin, pipe);
+    if constexpr (!C::kMixtures) skip_k(loaded_.begin, tiles_.begin, pipe);
     KPipeline released = pipe;
+    HeadMax<C> head_max;
+    if constexpr (C::kMixtures) head_max.begin();
 
-    const auto exponentiate = [&](float(&s)[32], int tile) {
+    const auto exponentiate = [&](float(&s)[32], int tile, [[maybe_unused]] bool partial_cell) {
       const int key0 = tile * 64;
       if constexpr (C::kScored) {
         apply_score_mods<Fragment, C::kScores, FastTanhMath>(
             s, p_, a_.raw, [&](int r) { return head_terms(p_, a_.raw.logit, batch_, head_of(row_of(r))); },
             [&](int r) { return token_of(row_of(r)) + k_.len - q_.len - key0 - Fragment::first_key(lane_); });
       }
-      const bool partial = is_partial(tile);
-      if (partial) mask_rows<Fragment>(s, key0, lane_, [&](int r) { return keys_of_query(diagonal(), token_of(row_of(r))); });
-      const bool rescaled = softmax.update_max(s, scale, kRescaleThreshold);
+      bool partial = is_partial(tile);
+      bool rescaled;
+      if constexpr (C::kMixtures) {
+        if (has_bias()) add_bias(s, key0);
+        if (partial || partial_cell) mask_scores(s, key0, partial_cell);
+        partial = hides_pairs(tile, partial_cell);
+        if (a_.max_logit != nullptr) head_max.add_scores(softmax, s, scale);
+        rescaled = softmax.update_max_rounded_up(
+            s, [&] { return scale; }, [&] { return a_.dropout_threshold; }, [&] { return a_.p_exponent; });
+      } else {
+        if (partial) mask_rows<Fragment>(s, key0, lane_, [&](int r) { return keys_of_query(diagonal(), token_of(row_of(r))); });
+        rescaled = softmax.update_max(s, scale, kRescaleThreshold);
+      }
       float tile_sum[2];
       uint32_t p16[4][4];
       if (partial) {
@@ -355,6 +466,9 @@ class ForwardWide {
 #pragma unroll
       for (int r = 0; r < 2; ++r) softmax.sum[r] += tile_sum[r];
       cuda::convert_p<Element>(s, p16);
+      if constexpr (C::kMixtures) {
+        if (drops()) drop(p16, key0);
+      }
       const int stage = p_pipe.stage();
       mbarrier_wait(p_empty(stage), p_pipe.phase() ^ 1);
       if (lane_ == 0) st_shared_4(rescales(stage), rescaled);
@@ -372,7 +486,39 @@ class ForwardWide {
     const auto hand_over_last_p = [&] {
       if (hands_over_late()) mbarrier_arrive(p_full(p_pipe.stage() ^ 1));
     };
-    if (!tiles_.empty()) {
+    if constexpr (C::kMixtures) {
+      float s[32], next[32];
+      Tiles tiles(loaded_);
+      // Passes over KV tiles that this CTA does not see. Before it waits for one it has handed over every P before that tile: the other CTA may need
+      // them to get as far.
+      const auto pass_over = [&](bool more) {
+#pragma unroll 1
+        for (; more && !tiles.seen(); more = next_tile(tiles)) skip_k(0, 1, pipe);
+        released = pipe;
+        return more;
+      };
+#pragma unroll 1
+      for (bool more = pass_over(next_tile(tiles)); more; more = pass_over(more)) {
+        start_s(s, q_fragments, pipe);
+        wait_s(s, released);
+        int tile = tiles.cell();
+        bool partial_cell = tiles.partial();
+        more = next_tile(tiles);
+        // As below, as long as the CTA sees each next tile.
+#pragma unroll 1
+        while (more && tiles.seen()) {
+          start_s(next, q_fragments, pipe);
+          exponentiate(s, tile, partial_cell);
+          wait_s(next, released);
+#pragma unroll
+          for (int i = 0; i < 32; ++i) s[i] = next[i];
+          tile = tiles.cell();
+          partial_cell = tiles.partial();
+          more = next_tile(tiles);
+        }
+        exponentiate(s, tile, partial_cell);
+      }
+    } else if (!tiles_.empty()) {
       float s[32], next[32];
       start_s(s, q_fragments, pipe);
       wait_s(s, released);
@@ -381,17 +527,21 @@ class ForwardWide {
       for (int tile = tiles_.begin; tile < tiles_.end - 1; ++tile) {
         start_s(next, q_fragments, pipe);
         if (tile > tiles_.begin) hand_over_last_p();
-        exponentiate(s, tile);
+        exponentiate(s, tile, false);
         wait_s(next, released);
 #pragma unroll
         for (int i = 0; i < 32; ++i) s[i] = next[i];
       }
       if (tiles_.size() > 1) hand_over_last_p();
-      exponentiate(s, tiles_.end - 1);
+      exponentiate(s, tiles_.end - 1, false);
       hand_over_last_p();
     }
-    skip_k(tiles_.end, loaded_.end, pipe);
+    if constexpr (!C::kMixtures) skip_k(tiles_.end, loaded_.end, pipe);
     softmax.reduce_sums();
+    if constexpr (C::kMixtures) {
+      if (a_.max_logit != nullptr)
+        head_max.store(a_, head_q_, lane_, load_relaxed(a_.max_logit + head_q_ * a_.max_logit_stride));
+    }
     if constexpr (C::kPaged) {
       finish_paged_rows(softmax, p_pipe);
       return;
@@ -405,7 +555,8 @@ class ForwardWide {
       for (int r = 0; r < 2; ++r) {
         const int row = row0_ + row_of(r);
         const bool used = row < q_.len;
-        st_shared_float(rescale(stage, row_of(r)), used ? result[r].factor : 0.f);
+        const float factor = C::kMixtures ? result[r].factor * p_.dropout.keep_scale : result[r].factor;
+        st_shared_float(rescale(stage, row_of(r)), used ? factor : 0.f);
         if (p_.lse.data != nullptr && row < q_.seq_slot)
           *row_of_tensor(p_.lse, batch_, q_.start + row, head_q_) = used ? result[r].lse : -CUDART_INF_F;
       }
@@ -518,9 +669,24 @@ class ForwardWide {
       for (float &x : part) x = 0.f;
     VPipeline pipe;
     PPipeline p_pipe;
-    skip_v(loaded_.begin, tiles_.begin, half, pipe);
+    if constexpr (!C::kMixtures) skip_v(loaded_.begin, tiles_.begin, half, pipe);
+    int tile = tiles_.begin;
+    Tiles tiles(loaded_);
+    // Whether there is a tile left that this CTA sees. In kernels for mixtures it moves on to that one.
+    const auto more = [&] {
+      if constexpr (C::kMixtures) {
+        while (next_tile(tiles)) {
+          tile = tiles.cell();
+          if (tiles.seen()) return true;
+          skip_v(0, 1, half, pipe);
+        }
+        return false;
+      } else {
+        return tile < tiles_.end;
+      }
+    };
 #pragma unroll 1
-    for (int tile = tiles_.begin; tile < tiles_.end; ++tile) {
+    for (; more(); ++tile) {
       int stages[kParts];
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -530,7 +696,7 @@ class ForwardWide {
       }
       // A masked pair has P = -0, which times NaN or Inf in V is NaN.
       bool nan_safe = false;
-      if (is_partial(tile)) {
+      if (C::kMixtures ? hides_pairs(tile, tiles.partial()) : is_partial(tile)) {
 #pragma unroll
         for (int part = 0; part < kParts; ++part)
           nan_safe |= tile_has_nonfinite<Element, kPartAtoms * C::kAtomBytes, 128>(v(stages[part], half), threadIdx.x % 128);
@@ -578,7 +744,7 @@ class ForwardWide {
       mbarrier_arrive(p_empty(p_stage));
       p_pipe.advance();
     }
-    skip_v(tiles_.end, loaded_.end, half, pipe);
+    if constexpr (!C::kMixtures) skip_v(tiles_.end, loaded_.end, half, pipe);
     const int p_stage = p_pipe.stage();
     mbarrier_wait(p_full(p_stage), p_pipe.phase());
     scale_out(out, p_stage);
