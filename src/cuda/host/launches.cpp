@@ -114,7 +114,8 @@ void set_rows(const BackwardProblem &b, const BackwardPlan &plan, float lse_unit
   rows.q_tile_rows = plan.q_tile_rows;
   rows.dq_semaphores = plan.dq_semaphores;
   rows.zero_dq_sum = plan.zero_dq_sum;
-  rows.head_dim_bucket = plan.dq_sum_columns;
+  rows.head_dim_bucket = static_cast<int16_t>(plan.dq_sum_columns);
+  rows.dq_sum_by_lane = plan.dq_sum_by_lane;
   rows.more_counters = static_cast<int16_t>(plan.split_counters);
   rows.lse_unit = lse_unit;
   rows.p_exponent = static_cast<int8_t>(p_exponent);

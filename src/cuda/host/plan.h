@@ -76,6 +76,7 @@ struct BackwardPlan {
   int32_t q_tile_rows = 0;     // rows of such a tile
   int32_t dq_semaphores = 0;   // semaphores of such a tile, which order the CTAs that add to its dQ; 0: none
   int32_t dq_sum_columns = 0;  // of the fp32 accumulator of dQ in the workspace; 0: none
+  bool dq_sum_by_lane = true;  // its layout (dq_sum_tile.cuh)
   int64_t blocks = 0;          // sm90: CTAs of the grid
   bool zero_dq_sum = true;  // the row kernel zeroes the accumulator; else the first CTA of a tile stores to it and does not add
   int32_t heads_per_l2_group = 1;

@@ -35,6 +35,7 @@ fa_status plan_tensor_cores(const BackwardProblem &b, const Device &device, cons
   const Problem &p = b.forward;
   plan.dq_semaphores = dq_semaphores;
   plan.dq_sum_columns = dq_semaphores > 0 ? shape.head_dim : 0;
+  plan.dq_sum_by_lane = device.compute_capability >= 90;
   plan.key_blocks = static_cast<int32_t>(std::max<int64_t>(ceil_div(p.k_lengths.max_len, shape.keys()), 1));
   lay_out_workspace(b, shape, plan);
   FA_RETURN_IF_ERROR(check_grid(plan.key_blocks, p.heads_k, p.batch, error));

@@ -74,22 +74,24 @@ fa::cuda::Device this_device(cudaDeviceProp &properties) {
 struct ClaimedDevice {
   const char *name;
   int32_t kilobytes;        // of shared memory
+  int32_t capability;       // compute capability, at most
   int32_t multiprocessors;  // 0: as many as there are
   bool sm90;                // may use Hopper's own kernels
   bool second_pass;         // backward kernels without a NaN-safe path serve problems of any size
 };
 constexpr ClaimedDevice kDevices[] = {
-    {"Any", 1024, 0, false, false},
-    {"A100", 163, 0, false, false},
-    {"Desktop", 99, 0, false, false},
-    {"Hopper", 1024, 0, true, true},
-    {"HopperOnePass", 1024, 0, true, false},
-    {"Small", 1024, 1, false, false},  // small problems are much work for it: kernels for that
-    {"Tiny", 8, 0, false, false}};     // no tile of a tensor-core kernel fits
+    {"Any", 1024, 1000, 0, false, false},
+    {"A100", 163, 80, 0, false, false},
+    {"Desktop", 99, 86, 0, false, false},
+    {"Hopper", 1024, 1000, 0, true, true},
+    {"HopperOnePass", 1024, 1000, 0, true, false},
+    {"Small", 1024, 1000, 1, false, false},  // small problems are much work for it: kernels for that
+    {"Tiny", 8, 1000, 0, false, false}};     // no tile of a tensor-core kernel fits
 
 // `device`, but no more than that one.
 fa::cuda::Device limited(fa::cuda::Device device, const ClaimedDevice &claimed) {
   device.shared_bytes = std::min(device.shared_bytes, claimed.kilobytes * 1024);
+  device.compute_capability = std::min(device.compute_capability, claimed.capability);
   if (claimed.multiprocessors > 0) device.multiprocessors = claimed.multiprocessors;
   device.sm90 = claimed.sm90;
   device.second_pass_from = claimed.second_pass ? 0 : std::numeric_limits<double>::infinity();

@@ -4,14 +4,15 @@
 
 #include "cuda/common/rows.cuh"
 #include "cuda/kernels/bwd_pre_post/backward_rows.h"
+#include "cuda/kernels/bwd_pre_post/dq_sum_tile.cuh"
 #include "cuda/kernels/bwd_pre_post/second_pass.cuh"
 
 namespace fa::cuda {
 
 // Converts dq_sum of Q tile number `index` to dq, from the layout of accumulators to rows of the tensor.
 //
-// dq_sum of a Q tile is a sequence of 16 x 8 tiles, [warp][kRowTiles][kColumnTiles], each with four numbers per lane as mma and
-// wgmma accumulators hold them. Warps are numbered along the rows first. kTransposed: the tiles are of dq^T, 16 columns by 8 rows,
+// dq_sum of a Q tile is a sequence of 16 x 8 tiles (dq_sum_tile.cuh), [warp][kRowTiles][kColumnTiles], as mma and wgmma accumulators
+// hold them. Warps are numbered along the rows first. kTransposed: the tiles are of dq^T, 16 columns by 8 rows,
 // [16 columns][8 rows]. Rows of the sequence's slot that are not used become zero.
 template <typename Element, int kRows, int kD, int kRowTiles, int kColumnTiles, int kThreads, bool kTransposed>
 __device__ __forceinline__ void convert_q_tile(const BackwardRows &a, int index) {
@@ -22,7 +23,7 @@ __device__ __forceinline__ void convert_q_tile(const BackwardRows &a, int index)
   const Problem &p = a.problem.forward;
   const Operand &t = a.problem.dq;
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32, quad = lane % 4;
-  const float4 *sum = reinterpret_cast<const float4 *>(a.dq_sum) + int64_t{index} * (kRows * kD / 4) + lane;
+  const float *sum = a.dq_sum + int64_t{index} * (kRows * kD);
   const bool has_second = kTransposed && a.dq_semaphores > 2;  // two sums for a Q tile, with two counters each
   const int32_t *counters = a.dq_semaphore + int64_t{index} * a.dq_semaphores;
   const QTilePlace place = place_of_q_tile(a, index);
@@ -44,10 +45,10 @@ __device__ __forceinline__ void convert_q_tile(const BackwardRows &a, int index)
         // Transposed, a warp takes 64 columns of the same eight rows.
         const int tile =
             kTransposed ? (first / (4 * kColumnTiles) * 4 + n) * kColumnTiles + first / 4 % kColumnTiles : first + n;
-        x[m][n] = sum[tile * 32];
+        x[m][n] = load_dq_sum_tile(sum + tile * 128, lane, a.dq_sum_by_lane);
         if (has_second) {
           // Something is in the second sum of every Q tile, but not in the first one.
-          const float4 y = sum[int64_t{q_tiles_of_all_heads(a)} * (kRows * kD / 4) + tile * 32];
+          const float4 y = load_dq_sum_tile(sum + int64_t{q_tiles_of_all_heads(a)} * (kRows * kD) + tile * 128, lane, true);
           const bool has_first = counters[first * 2 / kTiles] != 0;
           x[m][n] = {(has_first ? x[m][n].x : 0.f) + y.x, (has_first ? x[m][n].y : 0.f) + y.y,
                      (has_first ? x[m][n].z : 0.f) + y.z, (has_first ? x[m][n].w : 0.f) + y.w};

@@ -43,7 +43,8 @@ struct BackwardRows {
   bool zero_dq_sum;       // backward_rows zeroes dq_sum
   int8_t p_exponent;  // the kernels that read row_lse and row_delta scale P by 2^p_exponent (common/scores.h); 0: they do not
   int16_t more_counters;    // behind the further number, zeroed, too
-  int32_t head_dim_bucket;  // columns of dq_sum
+  int16_t head_dim_bucket;  // columns of dq_sum
+  bool dq_sum_by_lane;      // layout of dq_sum (dq_sum_tile.cuh)
   float lse_unit;           // multiplies lse: 1, or log2(e)
   float *row_lse;  // (q_tile_rows): lse * lse_unit - p_exponent; +inf (so that P is 0) for rows without keys and past the end
   // (q_tile_rows): (sum over columns of dout * out - dlse) / 2^p_exponent; rows without keys: 0, or NaN if dout is not finite

@@ -2,6 +2,7 @@
 // dq of a query tile is a sum over all CTAs whose keys it sees. CTAs add to it in global memory, in fp32; backward_dq converts it.
 #pragma once
 
+#include "cuda/kernels/bwd_pre_post/dq_sum_tile.cuh"
 #include "cuda/kernels/bwd_sm80/key_block.cuh"
 
 namespace fa::cuda::sm80 {
@@ -52,24 +53,15 @@ class DqSum {
     return block.a.dq_semaphore + block.index_of(tile) * kDqSemaphoresPerTile + block.warp;
   }
 
-  // The sum of a tile is a sequence of 16 x 8 tiles, [warp][i][j], each four numbers per lane like the accumulators.
+  // The sum of a query tile is a sequence of 16 x 8 tiles, [warp][i][j].
   static __device__ __forceinline__ void store(const KeyBlock<C> &block, int tile,
                                                const Accumulator<C::kDqTiles, C::kDqNt> &dq) {
-    float *sum = block.a.dq_sum + block.index_of(tile) * (C::kRows * C::kD) + block.warp * (C::kDqTiles * C::kDqNt * 128) +
-                 block.lane * 4;
+    float *sum = block.a.dq_sum + block.index_of(tile) * (C::kRows * C::kD) + block.warp * (C::kDqTiles * C::kDqNt * 128);
 #pragma unroll
     for (int i = 0; i < C::kDqTiles; ++i)
 #pragma unroll
-      for (int j = 0; j < C::kDqNt; ++j) add_4(sum + (i * C::kDqNt + j) * 128, dq[i][j]);
-  }
-  static __device__ __forceinline__ void add_4(float *address, const float (&x)[4]) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};\n" ::"l"(address), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
-                 : "memory");
-#else
-#pragma unroll
-    for (int r = 0; r < 4; ++r) atomicAdd(address + r, x[r]);
-#endif
+      for (int j = 0; j < C::kDqNt; ++j)
+        add_to_dq_sum_tile(sum + (i * C::kDqNt + j) * 128, block.lane, block.a.dq_sum_by_lane, dq[i][j]);
   }
 
   int held_tile_ = -1;  // a query tile that this warp has added to, and whose semaphore it has not released
