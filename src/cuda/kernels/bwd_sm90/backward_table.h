@@ -129,7 +129,8 @@ struct BackwardShape {
   X(d384, 384, 384, 3, 64, 2, 3, Design::separate, true, true, false, kPlain)                           \
   X(d512, 512, 512, 3, 64, 1, 3, Design::separate, true, true, false, kPlain)                           \
   X(d384g, 384, 384, 3, 64, 2, 3, Design::separate, true, true, false, kSoftcapAlibi)                   \
-  X(d512g, 512, 512, 3, 64, 1, 3, Design::separate, true, true, false, kSoftcapAlibi)
+  X(d512g, 512, 512, 3, 64, 1, 3, Design::separate, true, true, false, kSoftcapAlibi)                   \
+  X(d512all, 512, 512, 3, 64, 1, 3, Design::separate, true, true, false, kAll)
 // clang-format on
 
 // Shared memory of a line of the table.
@@ -138,7 +139,7 @@ template <int32_t head_dim, int32_t head_dim_v, int32_t consumer_warpgroups, int
 constexpr int32_t storage_bytes() {
   constexpr bool p_through_smem = design != Design::cluster_p_registers;
   using Cluster = ClusterStorage<head_dim, head_dim_v, rows, stages, dout_stages, p_through_smem, ordered>;
-  if (design == Design::separate) return sizeof(SeparateStorage<head_dim, stages, dout_stages>);
+  if (design == Design::separate) return sizeof(SeparateStorage<head_dim, stages, dout_stages, takes_mixtures(scores)>);
   if (design == Design::single_cta) return sizeof(SingleCtaStorage<head_dim, consumer_warpgroups, rows, stages, scores>);
   if (design == Design::cluster_p_smem) return sizeof(OneTileClusterStorage<Cluster>);
   return sizeof(PersistentClusterStorage<Cluster, scores>);

@@ -78,12 +78,13 @@ struct ShownPairs {
     }
   }
 
-  // Hides the pairs of which the element of an accumulator is `hidden`.
-  __device__ __forceinline__ void hide(const float (&x)[32], float hidden) {
+  // Hides the pairs of which the element of an accumulator is `hidden`. x: its elements from kFirst on.
+  template <int kFirst = 0, int kCount>
+  __device__ __forceinline__ void hide(const float (&x)[kCount], float hidden) {
     static_assert(kWords == 1);
 #pragma unroll
-    for (int n = 0; n < 32; ++n)
-      if (x[n] == hidden) word[0] &= ~(1u << bit(n));
+    for (int n = 0; n < kCount; ++n)
+      if (x[n] == hidden) word[0] &= ~(1u << bit(kFirst + n));
   }
 
   // Calls f(n) for the elements of 64 queries, those of word w, that are hidden. kFewAtOnce: where there are no registers to test many at once.

@@ -17,8 +17,12 @@
 //
 // The score warpgroup computes dP^T of the next tile while the gradient warpgroups still read this one. They release a tile atom by atom,
 // so that the next tile arrives as this one is used up: there is shared memory for one tile only.
+//
+// Kernels for mixtures of score terms (kMixtures): masks as data by the cell map. The CTA's rows are a row of cells, of queries or of keys, and each tile
+// is one cell; tiles that the map does not show are left out.
 #pragma once
 
+#include "cuda/common/cell_iterator.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/common/wgmma.cuh"
@@ -32,7 +36,8 @@ enum class Gradient { dq, dk, dv };
 template <typename Element_, int kD_, int kTileStages_, int kAtomStages_, ScoreSet kScores_>
 struct SeparateConfig {
   using Element = Element_;
-  using Storage = SeparateStorage<kD_, kTileStages_, kAtomStages_>;
+  static constexpr bool kMixtures = takes_mixtures(kScores_);
+  using Storage = SeparateStorage<kD_, kTileStages_, kAtomStages_, kMixtures>;
   static constexpr int kD = kD_, kTileStages = kTileStages_, kAtomStages = kAtomStages_, kTileQ = 64, kTileKv = 64;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = kScores != kPlain, kConvertsEarly = kScored;
@@ -74,6 +79,10 @@ class BackwardSeparate {
         describe_key_tile(index);
       }
       init_barriers();
+      if constexpr (C::kMixtures) {
+        const DropoutKey key = load_dropout_key(cta_.problem.dropout);
+        st_shared_16(dropout_key(), key.k0, key.k1, key.c3, 0);
+      }
     } else if (threadIdx.x == 32) {
       for (const CUtensorMap *map : {&cta_.params.q_map, &cta_.params.k_map, &cta_.params.v_map, &cta_.params.dout_map,
                                      &cta_.params.lse_map, &cta_.params.delta_map})
@@ -158,6 +167,7 @@ class BackwardSeparate {
   __device__ __forceinline__ uint32_t ds_full() const { return barrier(offsetof(Storage, ds_full), 0); }
   __device__ __forceinline__ uint32_t ds_empty() const { return barrier(offsetof(Storage, ds_empty), 0); }
   __device__ __forceinline__ uint32_t barrier(uint32_t offset, int n) const { return cta_.at(offset, n, sizeof(Mbarrier)); }
+  __device__ __forceinline__ uint32_t dropout_key() const { return cta_.at(offsetof(Storage, dropout_key)); }
 
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kWarps = 4;  // of the warpgroup that arrives
@@ -212,24 +222,48 @@ class BackwardSeparate {
     streamed_.full_end = inside.end;
   }
 
-  // The main loop: calls f(head_q, tile) for the tiles of every query head that uses the rows of this CTA. CTAs of one head that run at the
-  // same time begin with the same tile, under a causal mask, too, so that the L2 cache has it.
+  // The main loop: calls f(head_q, tile, whether masks as data may hide pairs of the tile) for the tiles of every query head that uses the rows of
+  // this CTA. CTAs of one head that run at the same time begin with the same tile, under a causal mask, too, so that the L2 cache has it.
   template <Gradient kGradient, typename F>
   __device__ __forceinline__ void for_each_tile(F f) const {
     const int begin = streamed_.begin, end = streamed_.end;
-    if constexpr (kGradient == Gradient::dq) {
+    if constexpr (C::kMixtures) {
+      constexpr bool kOwnsQueries = kGradient == Gradient::dq;
+      const KeyRange tiles{begin, end};
+      const int group = kOwnsQueries ? 1 : static_cast<int>(cta_.problem.group),
+                first_head = kOwnsQueries ? streamed_.head_q : cta_.work().head_k * group;
 #pragma unroll 1
-      for (int tile = begin; tile < end; ++tile) f(streamed_.head_q, tile);
+      for (int head_q = first_head; head_q < first_head + group; ++head_q) {
+        CellIterator<kOwnsQueries> cells(tiles);
+#pragma unroll 1
+        while (cells.next(tiles, cta_.lane, [&](int word) { return cells_of_own_rows<kOwnsQueries>(head_q, word); }))
+          f(head_q, cells.cell(), cells.partial());
+      }
+    } else if constexpr (kGradient == Gradient::dq) {
+#pragma unroll 1
+      for (int tile = begin; tile < end; ++tile) f(streamed_.head_q, tile, false);
     } else {
       const int group = static_cast<int>(cta_.problem.group), first_head = cta_.work().head_k * group;
 #pragma unroll 1
       for (int head_q = first_head; head_q < first_head + group; ++head_q)
 #pragma unroll 1
-        for (int tile = end - 1; tile >= begin; --tile) f(head_q, tile);
+        for (int tile = end - 1; tile >= begin; --tile) f(head_q, tile, false);
     }
   }
-  __device__ __forceinline__ bool is_partial(int tile) const {
-    return tile < streamed_.full_begin || tile >= streamed_.full_end;
+  // What the cell map says of the rows of this CTA: a word of tiles.
+  template <bool kOwnsQueries>
+  __device__ __forceinline__ CellWord cells_of_own_rows(int head_q, int word) const {
+    const DataMask &mask = cta_.params.mask;
+    if (!mask.given()) return {~0u, ~0u, 0};
+    const CellBits &map = kOwnsQueries ? mask.by_query : mask.by_key;
+    const int64_t at = (mask.plane(cta_.work().batch, head_q) * map.rows + streamed_.own_row / kCell) * map.words + word;
+    return {map.visible[at], ~0u, map.partial[at]};
+  }
+  // Whether pairs of a tile may be masked. A bias of -inf masks a pair of any tile.
+  __device__ __forceinline__ bool is_partial(int tile, [[maybe_unused]] bool partial_cell) const {
+    const bool by_band = tile < streamed_.full_begin || tile >= streamed_.full_end;
+    if constexpr (C::kMixtures) return by_band || partial_cell || cta_.has_bias();
+    return by_band;
   }
 
   // Atoms of a tile in the order in which the gradient warpgroups release them.
@@ -259,7 +293,7 @@ class BackwardSeparate {
     if (streamed_.begin >= streamed_.end) {
       if (warp == 0) pdl_wait();
     } else if (warp == 0) {
-      load_own<kGradient>();
+      if constexpr (!C::kMixtures) load_own<kGradient>();
       load_atoms<kGradient>();
     } else if (warp == 1) {
       load_tiles<kGradient>();
@@ -289,7 +323,14 @@ class BackwardSeparate {
   template <Gradient kGradient>
   __device__ __forceinline__ void load_atoms() const {
     AtomPipeline pipe;
-    for_each_tile<kGradient>([&](int head_q, int tile) {
+    [[maybe_unused]] bool any = false;
+    for_each_tile<kGradient>([&](int head_q, int tile, bool) {
+      if constexpr (C::kMixtures) {
+        // Only then, because nothing waits for own rows without a tile.
+        if (!any) load_own<kGradient>();
+        __syncwarp();
+        any = true;
+      }
 #pragma unroll 1
       for (int a = 0; a < C::kAtoms; ++a) {
         const int stage = pipe.stage();
@@ -306,6 +347,7 @@ class BackwardSeparate {
         pipe.advance();
       }
     });
+    if (C::kMixtures && !any) pdl_wait();
   }
 
   template <Gradient kGradient>
@@ -313,7 +355,7 @@ class BackwardSeparate {
     TilePipeline<kGradient> pipe;
     PipelineState<2> stats;
     bool first = true;
-    for_each_tile<kGradient>([&](int head_q, int tile_index) {
+    for_each_tile<kGradient>([&](int head_q, int tile_index, bool) {
       const int stage = pipe.stage();
 #pragma unroll 1
       for (int n = 0; n < C::kAtoms; ++n) {
@@ -374,10 +416,14 @@ class BackwardSeparate {
     AtomPipeline atoms;
     PipelineState<2> stats;
     uint32_t ds_phase = 1;
-    if constexpr (kHasDp) mbarrier_wait(own_full(1), 0);
-    mbarrier_wait(own_full(0), 0);
-    if constexpr (kOwnsQueries) mbarrier_wait(stats_full(0), 0);
-    for_each_tile<kGradient>([&](int head_q, int tile_index) {
+    const auto wait_own = [&] {
+      if constexpr (kHasDp) mbarrier_wait(own_full(1), 0);
+      mbarrier_wait(own_full(0), 0);
+      if constexpr (kOwnsQueries) mbarrier_wait(stats_full(0), 0);
+    };
+    if constexpr (!C::kMixtures) wait_own();
+    for_each_tile<kGradient>([&](int head_q, int tile_index, [[maybe_unused]] bool partial_cell) {
+      if constexpr (C::kMixtures) wait_own();  // without a tile they do not come; later it is no wait
       const int first_key = kOwnsQueries ? tile_index * 64 : streamed_.own_row,
                 first_row = kOwnsQueries ? streamed_.own_row : tile_index * 64;
       const int stage = tiles.stage();
@@ -424,21 +470,38 @@ class BackwardSeparate {
           atoms.advance();
         }
       }
+      ScoreTerms terms;
+      if constexpr (C::kMixtures) find_terms(terms, head_q, first_row, first_key, partial_cell);
       if (!kOwnsQueries) mbarrier_wait(stats_full(stats.stage()), stats.phase());
       wgmma_wait<0>();
       if constexpr (kHasDp) fence_operand(dp);
       fence_operand(s);
       if constexpr (!kHasDp) release_warp(atom_empty(last_atom));
 
-      const bool partial = is_partial(tile_index);
-      cta_.exponentiate(p16, s, lse(stats.stage()), first_key, first_row, cta_.head_terms(head_q));
+      const bool partial = is_partial(tile_index, partial_cell);
+      if constexpr (C::kMixtures) {
+        exponentiate_terms(p16, s, lse(stats.stage()), terms, head_q, first_row, first_key);
+      } else {
+        cta_.exponentiate(p16, s, lse(stats.stage()), first_key, first_row, cta_.head_terms(head_q));
+      }
       if constexpr (kHasDp) {
-        cta_.compute_ds(
-            dp, [&](int j) { return float4_of(s, j); }, [&](int j) { return cta_.row_stat(delta(stats.stage()), j); });
-        if (partial) cta_.mask_ds(dp, first_key, first_row);
+        const auto p_of = [&](int j) { return float4_of(s, j); };
+        const auto delta_of = [&](int j) { return cta_.row_stat(delta(stats.stage()), j); };
+        if constexpr (C::kMixtures) {
+          cta_.compute_ds_dropped(dp, p_of, delta_of, cta_.params.keep_scale);
+        } else {
+          cta_.compute_ds(dp, p_of, delta_of);
+        }
+        if (partial) {
+          cta_.mask_ds(dp, first_key, first_row);
+          if constexpr (C::kMixtures) terms.shown.for_hidden(0, [&](int at) { dp[at] = kMaskedP; });
+        }
         convert_p<Element>(dp, p16);
       } else {
-        if (partial) cta_.mask_p(p16, s, first_key, first_row);
+        if (partial) {
+          cta_.mask_p(p16, s, first_key, first_row);
+          if constexpr (C::kMixtures) terms.shown.for_hidden(0, [&](int at) { cta_.mask_element(p16, s, at); });
+        }
         if constexpr (!C::kScored) convert_p<Element>(s, p16);
       }
       if (!kOwnsQueries) {
@@ -452,6 +515,46 @@ class BackwardSeparate {
       release_warp(ds_full());
       tiles.advance();
     });
+  }
+
+  // For mixtures: what is known of a tile before S has been computed.
+  struct ScoreTerms {
+    DroppedPairs<C::kTileQ> dropped;
+    ShownPairs<C::kTileQ> shown;
+  };
+  __device__ __forceinline__ void find_terms(ScoreTerms &terms, int head_q, int first_row, int first_key,
+                                             bool partial_cell) const {
+    if (partial_cell) {
+      constexpr uint32_t kPartial = 3;  // VisitedQTile::cell_codes
+      terms.shown.find(cta_.params.mask, cta_.problem, cta_.work().batch, head_q, first_row, first_key, kPartial);
+    } else {
+      terms.shown.set_all();
+    }
+    if (cta_.drops()) cta_.draw(terms.dropped, dropout_key(), head_q, first_row, first_key);
+    if (cta_.has_bias()) bias_of(head_q, first_row, first_key).fetch();
+  }
+  __device__ __forceinline__ BiasInPlace bias_of(int head_q, int first_row, int first_key) const {
+    return BiasInPlace(cta_.problem.bias, cta_.work(), head_q, first_row, first_key, cta_.warp, cta_.lane);
+  }
+  // S to P as BackwardCta::exponentiate() makes it, dropped elements as drop() leaves them. 16 queries at a time: there are no registers for the bias of
+  // more. A bias of -inf hides the pair.
+  __device__ __forceinline__ void exponentiate_terms(uint32_t (&p16)[4][4], float (&s)[32], uint32_t smem_lse,
+                                                     ScoreTerms &terms, int head_q, int first_row, int first_key) const {
+    exponentiate_step<0>(p16, s, smem_lse, terms, head_q, first_row, first_key);
+    exponentiate_step<1>(p16, s, smem_lse, terms, head_q, first_row, first_key);
+    exponentiate_step<2>(p16, s, smem_lse, terms, head_q, first_row, first_key);
+    exponentiate_step<3>(p16, s, smem_lse, terms, head_q, first_row, first_key);
+    if (cta_.drops()) cta_.drop(p16, s, terms.dropped);
+  }
+  template <int kStep>
+  __device__ __forceinline__ void exponentiate_step(uint32_t (&p16)[4][4], float (&s)[32], uint32_t smem_lse, ScoreTerms &terms,
+                                                    int head_q, int first_row, int first_key) const {
+    const int row0 = first_row + 16 * kStep;
+    float offset[8], finite = 0.f;  // finite: not needed, with a bias every tile is taken for a partial one
+    cta_.make_offsets(offset, smem_lse + 64 * kStep, bias_of(head_q, row0, first_key), first_key, row0, head_q, finite);
+    if (cta_.has_bias()) terms.shown.template hide<8 * kStep>(offset, -CUDART_INF_F);
+    cta_.exponentiate_mixture(reinterpret_cast<uint32_t(&)[1][4]>(p16[kStep]), reinterpret_cast<float(&)[8]>(s[8 * kStep]),
+                              offset);
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -469,10 +572,10 @@ class BackwardSeparate {
       for (float &x : part) x = 0.f;
     TilePipeline<kGradient> tiles;
     uint32_t ds_phase = 0;
-    for_each_tile<kGradient>([&](int, int tile_index) {
+    for_each_tile<kGradient>([&](int, int tile_index, bool partial_cell) {
       const int stage = tiles.stage();
       bool nan_safe = false;
-      if (is_partial(tile_index)) {
+      if (is_partial(tile_index, partial_cell)) {
 #pragma unroll
         for (int a = 0; a < kAtoms; ++a) mbarrier_wait(tile_full(stage, first_atom + a), tiles.phase());
         nan_safe = named_barrier_or(
@@ -551,8 +654,9 @@ class BackwardSeparate {
     const int row_blocks = kOfQueries ? cta_.params.query_order.row_blocks : cta_.params.order.row_blocks;
     const int head = kOfQueries ? streamed_.head_q : t.head_k, seq_slot = static_cast<int>(sequence.slot);
     Element *base = row_of_tensor<Element>(tensor, t.batch, sequence.start, head) + first_column;
-    cta_.store_rows(tensor, base, acc, kGradient == Gradient::dv ? 1.f : cta_.problem.softmax_scale, columns - first_column,
-                    vectors, streamed_.own_row, static_cast<int>(sequence.len), seq_slot);
+    const float scale = kGradient != Gradient::dv ? cta_.problem.softmax_scale : C::kMixtures ? cta_.params.keep_scale : 1.f;
+    cta_.store_rows(tensor, base, acc, scale, columns - first_column, vectors, streamed_.own_row,
+                    static_cast<int>(sequence.len), seq_slot);
     if (streamed_.own_row / 64 == row_blocks - 1)
       cta_.template zero_rows<2 * kRegisters>(tensor, base, columns - first_column, vectors, streamed_.own_row + 64, seq_slot,
                                               static_cast<int>(threadIdx.x % 128), 128);

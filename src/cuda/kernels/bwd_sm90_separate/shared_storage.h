@@ -13,8 +13,8 @@ struct StreamedTiles {
   int32_t head_q;   // dq: of this CTA
 };
 
-// Every tile has 64 rows. Tiles lie in swizzle atoms of 64 rows x 64 columns.
-template <int kD, int kTileStages, int kAtomStages>
+// Every tile has 64 rows. Tiles lie in swizzle atoms of 64 rows x 64 columns. kMixtures: of a kernel for mixtures of score terms.
+template <int kD, int kTileStages, int kAtomStages, bool kMixtures = false>
 struct SeparateStorage {
   static constexpr int kAtoms = kD / 64, kAtomBytes = 64 * 64 * 2, kTileBytes = kAtoms * kAtomBytes;
 
@@ -31,6 +31,7 @@ struct SeparateStorage {
   Mbarrier ds_full, ds_empty;
   StreamedTiles streamed;
   alignas(16) WorkTile work_tiles[1];
+  alignas(16) std::conditional_t<kMixtures, DropoutStorage, NoDropout> dropout_key;
 };
 
 }  // namespace fa::cuda::sm90
