@@ -103,6 +103,22 @@ std::vector<Case> problems() {
     c.slices = c.max_logit = 1;
     c.slice_list = {0, 200, 0, 700, 1, 150, 500, 100, 600, 0, 300, 480, 500, 700, 3};
   });
+  add("mixture of wide heads", [](Case &c) {
+    c.batch = 1;
+    c.heads_k = 1;
+    c.head_dim = 320;
+    c.head_dim_v = 264;
+    c.q.seqlen = 200;
+    c.k.seqlen = 300;
+    c.q.grad_layout = c.k.grad_layout = kBshd;
+    c.bias = 1;
+    c.bias_padded = 1;
+    c.dropout = 0.2;
+    c.element_mask = 3;
+    c.element_masked = 30;
+    c.dtype = FA_BFLOAT16;
+    c.flags = FA_FLAG_DETERMINISTIC;  // with batch invariance CUDA has other kernels
+  });
   // Functions that mask and change scores, by pairs and by runs.
   add("score function", [](Case &c) {
     c.heads_q = 4;

@@ -110,7 +110,7 @@ const Data &made(const Case &c, const Tamper &tamper) {
 TEST_P(Dropout, NearOne) {
   for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const double p : {0.9, 0.99, 0.999}) {
-      for (const int64_t head_dim : {64, 128, 192}) {
+      for (const int64_t head_dim : {64, 128, 192, 512}) {
         Case c = wide_scores(dtype, p, head_dim, head_dim);
         if (head_dim > 128) c.num_splits = 1, c.heads_k = c.heads_q;  // with splits, or grouped heads, CUDA has other kernels
         expect_right(made(c, with_values(5, 1)));

@@ -296,7 +296,7 @@ TEST_P(Fields, BlockMask) {
 TEST_P(Fields, BlockMaskOfWholeTiles) {
   const std::pair<int64_t, int64_t> blocks[] = {{64, 64}, {128, 128}, {128, 64}, {64, 256}, {256, 128}};
   int64_t n = 0;
-  for (const int64_t head_dim : {64, 128, 256}) {
+  for (const int64_t head_dim : {64, 128, 256, 512}) {
     for (int64_t kind = 0; kind < 4; ++kind, ++n) {
       Case c = base("block mask of whole tiles");
       c.dtype = head_dim == 128 ? FA_FLOAT16 : FA_BFLOAT16;
@@ -432,7 +432,7 @@ TEST_P(Fields, Dropout) {
 
 // In memory that TMA can read, with several tiles of queries and of keys, and large scores of which the maximum comes late.
 TEST_P(Fields, DropoutOfWholeTiles) {
-  for (const int64_t head_dim : {64, 128, 256}) {
+  for (const int64_t head_dim : {64, 128, 256, 512}) {
     for (int64_t kind = 0; kind < 3; ++kind) {
       Case c = base("dropout of whole tiles");
       c.dtype = kind == 1 ? FA_BFLOAT16 : FA_FLOAT16;

@@ -171,7 +171,7 @@ TEST_P(Masks, Slices) {
 
 // More cells of queries than a word of the cell map has. Most keys see few of them, far from each other, or none.
 TEST_P(Masks, FewOfManyTiles) {
-  for (const int64_t head_dim : {64, 128}) {
+  for (const int64_t head_dim : {64, 128, 264}) {
     Case c = base("few of many tiles", FA_BFLOAT16);
     c.q.seqlen = c.k.seqlen = 2200;
     c.heads_q = 2;

@@ -72,20 +72,29 @@ void add(Case &c, Term term, std::mt19937_64 &rng) {
   }
 }
 
-Case base(std::mt19937_64 &rng) {
+// Above head_dim 256 CUDA has kernels of its own, and shorter sequences for the sake of the reference's time.
+enum class Heads { up_to_256, wide };
+
+Case base(std::mt19937_64 &rng, Heads heads = Heads::up_to_256) {
+  const int64_t longest = heads == Heads::wide ? 270 : 420;
   Case c;
   c.seed = static_cast<int64_t>(rng() >> 16);
   c.dtype = chance(rng, 50) ? FA_FLOAT16 : FA_BFLOAT16;
   c.batch = 2;
   c.heads_k = between(rng, 1, 2);
   c.heads_q = c.heads_k * between(rng, 1, 2);
-  c.head_dim = c.head_dim_v = chance(rng, 40) ? 64 : chance(rng, 50) ? 128 : 8 * between(rng, 2, 32);
+  if (heads == Heads::wide) {
+    c.head_dim = 8 * between(rng, 33, 64);
+    c.head_dim_v = chance(rng, 70) ? c.head_dim : 8 * between(rng, 1, 64);
+  } else {
+    c.head_dim = c.head_dim_v = chance(rng, 40) ? 64 : chance(rng, 50) ? 128 : 8 * between(rng, 2, 32);
+  }
   for (Side *side : {&c.q, &c.k}) {
-    side->seqlen = between(rng, 100, 420);
+    side->seqlen = between(rng, 100, longest);
     side->grad_layout = chance(rng, 50) ? kBshd : kOdd;
     if (chance(rng, 30)) {
       side->packed = 1;
-      for (int64_t b = 0; b < c.batch; ++b) side->slots.push_back(between(rng, 1, 420));
+      for (int64_t b = 0; b < c.batch; ++b) side->slots.push_back(between(rng, 1, longest));
     } else if (chance(rng, 30)) {
       for (int64_t b = 0; b < c.batch; ++b) side->used.push_back(between(rng, 0, side->seqlen));
     }
@@ -110,6 +119,11 @@ class Mixtures : public EveryBackend {
     EXPECT_TRUE(verify(backend(), *data, e));
     for (const std::string &kernel : e.kernels) ++served_[kernel];
   }
+  // Other backends have no kernels of their own for wide heads.
+  std::vector<Heads> kinds_of_heads() {
+    if (backend().name().rfind("cuda", 0) == 0) return {Heads::up_to_256, Heads::wide};
+    return {Heads::up_to_256};
+  }
   // Which kernels served how many of the problems.
   void TearDown() override {
     for (const auto &[kernel, count] : served_) {
@@ -124,41 +138,47 @@ class Mixtures : public EveryBackend {
 
 TEST_P(Mixtures, Pairs) {
   std::mt19937_64 rng(static_cast<uint64_t>(seed_for("pairs of score terms")));
-  for (int first = 0; first < kNumTerms; ++first) {
-    for (int second = first + 1; second < kNumTerms; ++second) {
-      Case c = base(rng);
-      add(c, static_cast<Term>(first), rng);
-      add(c, static_cast<Term>(second), rng);
-      expect_right(c);
+  for (const Heads heads : kinds_of_heads()) {
+    for (int first = 0; first < kNumTerms; ++first) {
+      for (int second = first + 1; second < kNumTerms; ++second) {
+        Case c = base(rng, heads);
+        add(c, static_cast<Term>(first), rng);
+        add(c, static_cast<Term>(second), rng);
+        expect_right(c);
+      }
     }
   }
 }
 
 TEST_P(Mixtures, Random) {
   std::mt19937_64 rng(static_cast<uint64_t>(seed_for("mixtures of score terms")));
-  for (int64_t n = scaled(24); n > 0; --n) {
-    Case c = base(rng);
-    for (int term = 0; term < kNumTerms; ++term) {
-      if (chance(rng, 50)) add(c, static_cast<Term>(term), rng);
+  for (const Heads heads : kinds_of_heads()) {
+    for (int64_t n = scaled(24); n > 0; --n) {
+      Case c = base(rng, heads);
+      for (int term = 0; term < kNumTerms; ++term) {
+        if (chance(rng, 50)) add(c, static_cast<Term>(term), rng);
+      }
+      if (c.dropout == 0 && chance(rng, 20)) c.nan_visible = between(rng, 1, 4);
+      expect_right(c);
     }
-    if (c.dropout == 0 && chance(rng, 20)) c.nan_visible = between(rng, 1, 4);
-    expect_right(c);
   }
 }
 
 // A bias of each dtype alone and in every broadcast, with rows that are whole vectors and others.
 TEST_P(Mixtures, Biases) {
   std::mt19937_64 rng(static_cast<uint64_t>(seed_for("biases")));
-  for (const int64_t dtype : {int64_t{0}, int64_t{FA_FLOAT32}}) {
-    for (int64_t broadcast = 0; broadcast < 8; ++broadcast) {
-      Case c = base(rng);
-      c.bias = 1;
-      c.bias_dtype = dtype;
-      (chance(rng, 50) ? c.bias_by_size : c.bias_by_stride) = broadcast;
-      c.bias_padded = broadcast % 3 != 0;
-      c.bias_masked = 20;
-      if (chance(rng, 50)) c.softcap = 5;
-      expect_right(c);
+  for (const Heads heads : kinds_of_heads()) {
+    for (const int64_t dtype : {int64_t{0}, int64_t{FA_FLOAT32}}) {
+      for (int64_t broadcast = 0; broadcast < 8; ++broadcast) {
+        Case c = base(rng, heads);
+        c.bias = 1;
+        c.bias_dtype = dtype;
+        (chance(rng, 50) ? c.bias_by_size : c.bias_by_stride) = broadcast;
+        c.bias_padded = broadcast % 3 != 0;
+        c.bias_masked = 20;
+        if (chance(rng, 50)) c.softcap = 5;
+        expect_right(c);
+      }
     }
   }
 }
@@ -166,7 +186,7 @@ TEST_P(Mixtures, Biases) {
 // Rows whose largest score lies in the last KV tile that they see, and scores that overflow fp32 without the maximum.
 TEST_P(Mixtures, LargeScores) {
   std::mt19937_64 rng(static_cast<uint64_t>(seed_for("large scores")));
-  for (const int64_t head_dim : {64, 128, 256}) {
+  for (const int64_t head_dim : {64, 128, 256, 512}) {
     for (const double p : {0.0, 0.5, 0.99}) {
       Case c = base(rng);
       c.head_dim = c.head_dim_v = head_dim;

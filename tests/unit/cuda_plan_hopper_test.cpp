@@ -278,6 +278,15 @@ TEST(CudaPlanHopper, Mixtures) {
     BackwardProblem wide_b = backward_of(wide);
     if (wide.bias.data != nullptr && wide.bias.col_stride != 0) wide_b.dbias = wide.bias;
     EXPECT_EQ(kernel_name(wide_b, backward_plan(wide_b, h200())), "sm90_bwd_bf16_d256all") << m.text;
+    MaskedProblem wider = problem(1000, 1000, 264, 512);
+    m.set(wider);
+    const ForwardPlan wider_forward = forward_plan(wider, h200());
+    EXPECT_EQ(kernel_name(wider, wider_forward), "sm90_fwd_bf16_d512all") << m.text;
+    EXPECT_EQ(wider_forward.cell_map, m.map) << m.text;
+    const BackwardProblem wider_b = backward_of(wider);
+    const BackwardPlan wider_backward = backward_plan(wider_b, h200());
+    EXPECT_EQ(kernel_name(wider_b, wider_backward), "sm90_bwd_bf16_d512all") << m.text;
+    EXPECT_EQ(wider_backward.cell_map, m.map) << m.text;
     // max_logit beside them.
     MaskedProblem p = problem(1000, 1000, 128);
     m.set(p);
@@ -448,6 +457,59 @@ TEST(CudaPlanHopper, WideHeads) {
     EXPECT_EQ(backward_plan(b, h200()).shape, plan.shape);
     b.forward.softcap = 30;
     EXPECT_EQ(kernel_name(b, backward_plan(b, h200())), "sm90_bwd_bf16_" + with_softcap + "_ordered");
+  }
+}
+
+// One score term of heads of more than 256 columns, where fewer columns have kernels for that alone.
+TEST(CudaPlanHopper, OneTermOfWideHeads) {
+  struct Term {
+    const char *text;
+    void (*set)(MaskedProblem &);
+    bool map = false;
+  };
+  const Term terms[] = {
+      {"dropout", [](MaskedProblem &p) { p.dropout.threshold = 6554; }},
+      {"bias", [](MaskedProblem &p) { set_bias(p); }},
+      {"block mask", [](MaskedProblem &p) { set_block_mask(p, 64); }, true},
+      {"small blocks", [](MaskedProblem &p) { set_block_mask(p, 16); }, true},
+      {"block lists", [](MaskedProblem &p) { set_block_lists(p); }, true},
+      {"slices", [](MaskedProblem &p) { set_slices(p); }, true},
+      {"element mask", [](MaskedProblem &p) { set_element_mask(p); }, true},
+  };
+  for (const Term &term : terms) {
+    for (const int64_t head_dim : {264, 320, 384, 512}) {
+      for (const int64_t heads : {1, 40}) {  // few tiles of queries, and many
+        MaskedProblem p = problem(1000, 900, head_dim);
+        p.heads_q = p.heads_k = heads;
+        p.batch = p.group = 1;
+        term.set(p);
+        const std::string text = std::string(term.text) + ", head_dim " + std::to_string(head_dim);
+        const ForwardPlan forward = forward_plan(p, h200());
+        EXPECT_EQ(kernel_name(p, forward), "sm90_fwd_bf16_d512all") << text;
+        EXPECT_EQ(forward.blocks, 2 * 8 * heads) << text;
+        EXPECT_EQ(forward.cell_map, term.map) << text;
+        BackwardProblem b = backward_of(p);
+        b.forward.deterministic = heads == 1;
+        const BackwardPlan backward = backward_plan(b, h200());
+        EXPECT_EQ(kernel_name(b, backward), heads == 1 ? "sm90_bwd_bf16_d512all_ordered" : "sm90_bwd_bf16_d512all") << text;
+        EXPECT_EQ(backward.cell_map, term.map) << text;
+        EXPECT_EQ(backward.dq_sum_columns, 0) << text;
+      }
+    }
+  }
+  // max_logit has a kernel of its own up to 320 columns, whether tiles are few or many.
+  for (const int64_t head_dim : {320, 328}) {
+    for (const int64_t heads : {1, 40}) {
+      MaskedProblem p = problem(1000, 900, head_dim);
+      p.heads_q = p.heads_k = heads;
+      p.batch = p.group = 1;
+      ForwardProblem f = forward_of(p);
+      f.max_logit = &unreadable;
+      ForwardPlan plan;
+      ErrorText error;
+      ASSERT_EQ(plan_forward(f, h200(), plan, error), FA_OK) << error.text;
+      EXPECT_EQ(kernel_name(f, plan), head_dim == 320 ? "sm90_fwd_bf16_d320x" : "sm90_fwd_bf16_d512all");
+    }
   }
 }
 
