@@ -235,6 +235,17 @@ TEST(CudaPlanHopper, TmaStoresDkAndDv) {
   EXPECT_FALSE(unwanted.tma_dv);
 }
 
+// Partial sums of dk and dv are fp32. Hopper's kernels up to 256 columns store them, those with CTAs for each gradient do not.
+TEST(CudaPlanHopper, KeyGradientsOfFp32) {
+  for (const int64_t head_dim : {64, 128, 256, 320, 512}) {
+    for (const bool of_v : {false, true}) {
+      BackwardProblem b = backward_of(problem(1000, 1000, head_dim));
+      (of_v ? b.dv : b.dk).dtype = Dtype::f32;
+      EXPECT_EQ(backward_plan(b, h200()).family == Family::sm90, head_dim <= 256) << head_dim;
+    }
+  }
+}
+
 // Kernels without a NaN-safe path serve what every query sees whole, and large problems with a mask, behind which a second pass stands ready.
 TEST(CudaPlanHopper, KernelsWithoutNanSafePath) {
   Device device = h200();

@@ -170,8 +170,9 @@ constexpr auto kRows = concatenate(
               row.set = "sm90_bwd";
               row.scores = shape.scores | hopper_text(shape, shape.blocks() > 1);
               // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
-              row.features = kSeparateV | kLeftPadding | kFp32KeyGradients | (shape.scored() ? 0 : kPlainScores) |
-                             (shape.ordered ? kDeterministic : 0);
+              // CTAs with gradients of their own store them in the type of the operands alone.
+              row.features = kSeparateV | kLeftPadding | (shape.design == sm90::Design::separate ? 0 : kFp32KeyGradients) |
+                             (shape.scored() ? 0 : kPlainScores) | (shape.ordered ? kDeterministic : 0);
               row.rows = shape.keys();
             }),
     rows_of(sm90_fp32::kBackwardShapes, Family::sm90_fp32, Pass::backward,
