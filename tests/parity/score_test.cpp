@@ -91,10 +91,10 @@ TEST_P(Score, WithTerms) {
 // to the next.
 TEST_P(Score, ManyWorkTiles) {
   if (!backend().runs_score_text()) GTEST_SKIP() << "work tiles of CUDA kernels";
-  for (const int64_t head_dim : {64, 128, 256}) {
+  for (const int64_t head_dim : {64, 128, 256, 512}) {
     Case c = grouped_case("many work tiles", FA_BFLOAT16, 200, 70);
     c.batch = 5;
-    c.heads_q = c.heads_k = 32;
+    c.heads_q = c.heads_k = head_dim == 512 ? 8 : 32;
     c.head_dim = c.head_dim_v = head_dim;
     c.mask = head_dim == 64 ? FA_MASK_NONE : FA_MASK_CAUSAL;
     for (const int64_t number : {int64_t{3}, reference::gallery_size()}) {  // ALiBi, and a tensor that kernels stage
