@@ -36,21 +36,6 @@ __device__ __forceinline__ void add_bias_tile(uint32_t tile, const ConsumerThrea
   }
 }
 
-// Brings the bias of a warp's 16 rows, from `row` on, and of 64 keys to L1, ahead of add_bias_in_place(), whose loads follow one another where registers are
-// few: a byte of every 32. A bias whose keys are apart is left where it is.
-__device__ __forceinline__ void fetch_bias(const ForwardParams &a, int batch, int head, int row, int key0, int seqlen_q,
-                                           int seqlen_k, int lane) {
-  const ScoreTensor &bias = a.problem.bias;
-  if (bias.col_stride != 1) return;
-  const int bytes = bias.dtype == Dtype::f32 ? 4 : 2, step = 32 / bytes;
-  const char *of_row =
-      static_cast<const char *>(bias.data) +
-      (batch * bias.batch_stride + head * bias.head_stride + min(row + lane / 2, seqlen_q - 1) * bias.row_stride) * bytes;
-#pragma unroll 1
-  for (int key = lane % 2 * step; key < 64; key += 2 * step)
-    asm volatile("{\n.reg .u32 x;\nld.global.u8 x, [%0];\n}\n" ::"l"(of_row + min(key0 + key, seqlen_k - 1) * bytes));
-}
-
 // Adds a bias from global memory to the scores of a KV tile, in the unit of q k^T; row(r) is row r of the lane. With kMasked a bias of -inf makes any
 // score -inf, without it a finite one.
 template <class Fragment, typename Element, bool kMasked, int kCount, typename Row>

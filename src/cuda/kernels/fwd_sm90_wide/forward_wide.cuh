@@ -226,9 +226,6 @@ class ForwardWide {
     return has_bias() || partial_cell || is_partial(tile);
   }
 
-  __device__ __forceinline__ void fetch_bias_of(int tile) const {
-    if (has_bias()) fetch_bias(a_, batch_, head_q_, row0_ + warp_ * 16, tile * 64, q_.len, k_.len, lane_);
-  }
   // Adds the bias of a KV tile.
   __device__ __forceinline__ void add_bias(float (&s)[32], int key0) const {
     add_bias_in_place<Fragment, Element, /*kMasked=*/true>(s, a_, batch_, head_q_, key0, q_.len, k_.len, lane_,
@@ -502,16 +499,14 @@ class ForwardWide {
       };
 #pragma unroll 1
       for (bool more = pass_over(next_tile(tiles)); more; more = pass_over(more)) {
-        int tile = tiles.cell();
-        bool partial_cell = tiles.partial();
-        fetch_bias_of(tile);
         start_s(s, q_fragments, pipe);
         wait_s(s, released);
+        int tile = tiles.cell();
+        bool partial_cell = tiles.partial();
         more = next_tile(tiles);
         // As below, as long as the CTA sees each next tile.
 #pragma unroll 1
         while (more && tiles.seen()) {
-          fetch_bias_of(tiles.cell());
           start_s(next, q_fragments, pipe);
           exponentiate(s, tile, partial_cell);
           wait_s(next, released);
