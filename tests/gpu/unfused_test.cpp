@@ -62,6 +62,8 @@ std::vector<Shape> shapes() {
   add("Float32D128Causal", 4096, 4096, 128, [&](Shape &s) { s.dtype = FA_FLOAT32, s.mask = causal, s.heads_k = 1; });
   add("Float32D80OddCausal", 4096, 4000, 80, [&](Shape &s) { s.dtype = FA_FLOAT32, s.mask = causal, s.layout = Layout::odd; });
   add("Float32D64Window8k", 8192, 8192, 64, [](Shape &s) { s.dtype = FA_FLOAT32, s.mask = {FA_MASK_NONE, 300, 500}; });
+  add("Float32D192Causal", 4096, 4096, 192, [&](Shape &s) { s.dtype = FA_FLOAT32, s.mask = causal, s.heads_k = 1; });
+  add("Float32D256Causal", 3000, 4096, 256, [&](Shape &s) { s.dtype = FA_FLOAT32, s.mask = causal; });
   add("Float32D256", 2048, 4096, 256, [](Shape &s) { s.dtype = FA_FLOAT32, s.layout = Layout::odd; });
   add("Packed", 0, 0, 128, [&](Shape &s) {
     s.heads_q = 4, s.mask = causal;

@@ -93,12 +93,17 @@ TEST_P(Shapes, WideHeads) {
       {"dk alone", [](Case &c) { c.skipped_gradients = 1 | 4; }},
       {"dv alone", [](Case &c) { c.skipped_gradients = 1 | 2; }},
       {"dq and dv, sink", [](Case &c) { c.skipped_gradients = 2, c.sink = 1, c.mask = FA_MASK_CAUSAL; }},
+      {"bias and dropout", [](Case &c) { c.bias = 1, c.bias_masked = 10, c.dropout = 0.3, c.mask = FA_MASK_CAUSAL; }},
+      {"element mask and ALiBi", [](Case &c) { c.element_mask = 1, c.alibi = 1, c.nan_keys = 1, c.k.seqlen = 330; }},
+      {"blocks, softcap and dropout",
+       [](Case &c) { c.block_q = c.block_k = 64, c.softcap = 10, c.dropout = 0.2, c.k.seqlen = 330; }},
   };
   size_t next = static_cast<size_t>(run_seed());
   // CPUs have no kernels of their own for wide heads. On CUDA many tiles of queries may have another kernel than a few.
   const bool cuda = backend().name().rfind("cuda", 0) == 0;
-  const auto run = [&](int64_t head_dim, int64_t head_dim_v, int64_t heads, int of_each) {
-    for (const int64_t dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+  const std::vector<int64_t> half{FA_FLOAT16, FA_BFLOAT16};
+  const auto run = [&](int64_t head_dim, int64_t head_dim_v, int64_t heads, int of_each, const std::vector<int64_t> &dtypes) {
+    for (const int64_t dtype : dtypes) {
       for (int n = 0; n < of_each; ++n) {
         const auto &[text, vary] = variants[++next % variants.size()];
         Case c = base("wide heads");
@@ -120,10 +125,14 @@ TEST_P(Shapes, WideHeads) {
   };
   for (const auto &[head_dim, head_dim_v] :
        std::vector<std::pair<int64_t, int64_t>>{{320, 320}, {264, 320}, {384, 384}, {384, 72}, {512, 512}, {400, 512}})
-    run(head_dim, head_dim_v, 0, cuda ? 7 : 1);
+    run(head_dim, head_dim_v, 0, cuda ? 7 : 1, half);
   if (!cuda) return;
   for (const auto &[head_dim, head_dim_v] : std::vector<std::pair<int64_t, int64_t>>{{320, 320}, {264, 320}, {320, 72}})
-    run(head_dim, head_dim_v, 35, 1);
+    run(head_dim, head_dim_v, 35, 1, half);
+  // In fp32 the kernels of Hopper's tensor cores for dq, dk and dv apart begin at 129 columns.
+  for (const auto &[head_dim, head_dim_v] :
+       std::vector<std::pair<int64_t, int64_t>>{{256, 256}, {192, 192}, {129, 250}, {150, 40}, {61, 192}})
+    run(head_dim, head_dim_v, 0, static_cast<int>(variants.size()), {FA_FLOAT32});
 }
 
 TEST_P(Shapes, EveryHeadDimUpTo70) {

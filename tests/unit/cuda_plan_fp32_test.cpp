@@ -26,22 +26,26 @@ std::string backward_name(const MaskedProblem &p, const Device &device = h200())
 }
 
 TEST(CudaPlanFp32, TensorCoresByHeadDim) {
-  for (const auto &[head_dim, bucket] :
-       std::vector<std::pair<int64_t, std::string>>{{8, "d64"}, {33, "d64"}, {64, "d64"}, {65, "d128"}, {128, "d128"}}) {
+  for (const auto &[head_dim, bucket] : std::vector<std::pair<int64_t, std::string>>{{8, "d64"},
+                                                                                     {33, "d64"},
+                                                                                     {64, "d64"},
+                                                                                     {65, "d128"},
+                                                                                     {128, "d128"},
+                                                                                     {129, "d192"},
+                                                                                     {192, "d192"},
+                                                                                     {193, "d256"},
+                                                                                     {256, "d256"}}) {
     const MaskedProblem p = fp32_problem(1000, 1000, head_dim);
     EXPECT_EQ(forward_name(p), "sm90_fwd_f32_" + bucket);
     EXPECT_EQ(backward_name(p), "sm90_bwd_f32_" + bucket);
   }
-  for (const auto &[head_dim, bucket] :
-       std::vector<std::pair<int64_t, std::string>>{{129, "d192"}, {192, "d192"}, {193, "d256"}, {256, "d256"}}) {
-    const MaskedProblem wide = fp32_problem(1000, 1000, head_dim);
-    EXPECT_EQ(forward_name(wide), "sm90_fwd_f32_" + bucket);
-    EXPECT_EQ(backward_name(wide), "simt_bwd_f32_d256");
-  }
   EXPECT_EQ(forward_name(fp32_problem(1000, 1000, 257)), "simt_fwd_f32_d512");
+  EXPECT_EQ(backward_name(fp32_problem(1000, 1000, 257)), "simt_bwd_f32_d512");
   MaskedProblem narrow_v = fp32_problem(1000, 1000, 40);
   narrow_v.head_dim_v = 128;
   EXPECT_EQ(forward_name(narrow_v), "sm90_fwd_f32_d128");
+  narrow_v.head_dim = 150;
+  EXPECT_EQ(backward_name(narrow_v), "sm90_bwd_f32_d192");
 }
 
 // What the kernels have, and what leaves a problem to CUDA cores.
@@ -96,10 +100,17 @@ TEST(CudaPlanFp32, WhatTensorCoresServe) {
       {"batch-invariant", "", "", [](MaskedProblem &p) { p.batch_invariant = true; }},
       {"16 queries", "", "", [](MaskedProblem &p) { p.q_lengths.max_len = 16; }},
       {"more keys than it counts", "", "", [](MaskedProblem &p) { p.k_lengths.total = int64_t{1} << 32; }},
-      {"bias and 129 columns", "d192g", "",
+      {"bias and 129 columns", "d192g", "d192g",
        [](MaskedProblem &p) {
          p.head_dim = 129;
          set_bias(p);
+       }},
+      {"softcap, dropout and masks, 256 columns", "d256g", "d256g",
+       [](MaskedProblem &p) {
+         p.head_dim = p.head_dim_v = 256;
+         p.softcap = 30;
+         p.dropout.threshold = 6554;
+         set_slices(p);
        }},
       {"bias and 257 columns", "", "",
        [](MaskedProblem &p) {
@@ -148,6 +159,34 @@ TEST(CudaPlanFp32, GradientOfTheBias) {
   const BackwardPlan plan = backward_plan(b, h200());
   EXPECT_EQ(kernel_name(b, plan), "sm90_bwd_f32_d128m");
   EXPECT_EQ(plan.q_tile_rows, simt::kRowPadding);
+  MaskedProblem wide = fp32_problem(1000, 1000, 256);
+  set_bias(wide);
+  b = backward_of(wide);
+  b.dbias = wide.bias;
+  const BackwardPlan of_wide = backward_plan(b, h200());
+  EXPECT_EQ(kernel_name(b, of_wide), "sm90_bwd_f32_d256g");
+  EXPECT_EQ(of_wide.q_tile_rows, simt::kRowPadding);
+}
+
+// CTAs have 128 rows of dq, or of dk and dv; above 128 columns 64 rows of one gradient.
+TEST(CudaPlanFp32, Grid) {
+  for (const int64_t head_dim : {128, 129, 256}) {
+    MaskedProblem p = fp32_problem(1000, 2000, head_dim);
+    const bool wide = head_dim > 128;
+    const int64_t rows = wide ? 64 : 128, of_queries = p.batch * p.heads_q * ((1000 + rows - 1) / rows),
+                  of_keys = p.batch * p.heads_k * ((2000 + rows - 1) / rows);
+    BackwardProblem b = backward_of(p);
+    EXPECT_EQ(backward_plan(b, h200()).blocks, of_queries + (wide ? 2 : 1) * of_keys) << head_dim;
+    BackwardProblem without_dv = b;
+    without_dv.dv = Operand{};
+    EXPECT_EQ(backward_plan(without_dv, h200()).blocks, of_queries + of_keys) << head_dim;
+    BackwardProblem dv_alone = b;
+    dv_alone.dq = dv_alone.dk = Operand{};
+    EXPECT_EQ(backward_plan(dv_alone, h200()).blocks, of_keys) << head_dim;
+    BackwardProblem dq_alone = b;
+    dq_alone.dk = dq_alone.dv = Operand{};
+    EXPECT_EQ(backward_plan(dq_alone, h200()).blocks, of_queries) << head_dim;
+  }
 }
 
 // Masks as data have a cell map behind the planes.

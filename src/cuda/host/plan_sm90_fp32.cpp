@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plans of the kernels of fp32 operands on Hopper's tensor cores: planes of bf16 numbers in the workspace, then one CTA
-// for each 128 queries of a head, or in backward for each 128 rows of a gradient.
+// for each 128 queries of a head, or in backward for each 128 rows of a gradient, 64 above head_dim 128.
 #include <algorithm>
 
 #include "cuda/host/planners.h"
@@ -92,14 +92,17 @@ fa_status plan_backward_sm90_fp32(const BackwardProblem &b, const Needs &needs, 
   plan.workspace_bytes = bytes;
   plan.query_blocks = static_cast<int32_t>(ceil_div(p.q_lengths.max_len, row->rows));
   plan.key_blocks = static_cast<int32_t>(ceil_div(p.k_lengths.max_len, row->rows));
-  // CTAs of dk and dv, and those of dq, are one launch.
-  FA_RETURN_IF_ERROR(check_grid(int64_t{plan.q_tiles} + plan.key_blocks, p.heads_q, p.batch, error));
+  // CTAs of dk and dv, and those of dq, are one launch. Those of wide heads compute one gradient each.
+  const bool is_wide = sm90_fp32::kBackwardShapes[row->shape].is_wide();
+  FA_RETURN_IF_ERROR(
+      check_grid(int64_t{plan.q_tiles} + plan.key_blocks * (is_wide ? int64_t{2} : 1), p.heads_q, p.batch, error));
   plan.family = Family::sm90_fp32;
   plan.shape = row->shape;
   plan.reason = reason(row->scores);
   plan.zero_dq_sum = false;
   plan.blocks = b.dq.data != nullptr ? p.batch * p.heads_q * plan.query_blocks : 0;
-  if (b.dk.data != nullptr || b.dv.data != nullptr) plan.blocks += p.batch * p.heads_k * plan.key_blocks;
+  const int key_gradients = (b.dk.data != nullptr) + (b.dv.data != nullptr);
+  plan.blocks += p.batch * p.heads_k * plan.key_blocks * (is_wide ? key_gradients : std::min(key_gradients, 1));
   plan.heads_per_l2_group = l2_group_of(
       p, device, p.heads_k, (p.q_lengths.max_len * p.group + p.k_lengths.max_len) * (p.head_dim + p.head_dim_v) * 6, 1);
   return FA_OK;

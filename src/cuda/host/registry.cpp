@@ -184,7 +184,6 @@ constexpr auto kRows = concatenate(
               // Not batch-invariant: whether a problem is long enough for it depends on max_seqlen_q. TMA loads planes alone.
               row.features = kDeterministic | kSeparateV | kLeftPadding | kUnalignedRows | kNoTma |
                              (shape.scores != kPlain ? 0 : kPlainScores);
-              row.rows = sm90_fp32::kOwnRows;
             }),
     rows_of(sm90::kJvpShapes, Family::sm90, Pass::jvp, [](KernelRow &row, const sm90::JvpShape &) {
       row.set = "sm90_jvp";

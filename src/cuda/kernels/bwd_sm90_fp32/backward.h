@@ -20,7 +20,7 @@ struct BackwardParams : BackwardRows {
   Diagonal<int32_t>::Limits limits;  // of problem.forward.band
   L2HeadOrder query_order, key_order;
   Divisor group;                         // query heads for one KV head
-  int32_t key_blocks;                    // CTAs of dk and dv, which come first; 0 if neither is wanted
+  int32_t key_blocks;                    // CTAs of dk and dv, which come first, in wide kernels of each; 0 if neither is wanted
   int32_t q_batch, k_batch;              // sequences of a plane: 1 where packed
   bool vector_dq, vector_dk, vector_dv;  // 16-byte stores are legal
   DataMask mask;                         // this and what follows: of kernels for any mixture of terms

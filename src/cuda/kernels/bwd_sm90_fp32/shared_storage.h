@@ -10,7 +10,6 @@
 
 namespace fa::cuda::sm90_fp32 {
 
-constexpr int kOwnRows = 128;  // of a CTA: 64 for each consumer warpgroup
 constexpr int kTileRows = 64;  // of the tiles that are streamed
 // Rows of a head's lse and delta in the workspace are padded to multiples of these. Kernels for score terms share them with the kernel for dbias,
 // simt::kRowPadding.
@@ -25,19 +24,27 @@ struct BackwardWork {
   SequenceRows q, k;
 };
 
-// Planes of rows lie in swizzle atoms of 64 columns. Streamed planes pass atom by atom through one pipeline, in the order
+// Planes of rows lie in swizzle atoms of 64 columns. Streamed planes pass atom by atom through a pipeline of kStages stages, in the order
 // in which they are used.
+//
+// Above 128 columns the planes of 128 own rows do not fit: both consumer warpgroups have the same 64, and a pipeline each. CTAs of dv have no second operand
+// of own rows. Its place, which lies before that of the pipelines, is more stages for them.
 template <int kD, int kStages>
 struct BackwardStorage {
+  static constexpr bool kSharesRows = kD > 128;
+  static constexpr int kOwnRows = kSharesRows ? 64 : 128, kPipelines = kSharesRows ? 2 : 1;
   static constexpr int kOwnAtomBytes = kOwnRows * 128, kAtomBytes = kTileRows * 128;
+  static constexpr int kStagesOfDv = kSharesRows ? kStages + kPlanes * (kD / 64) / kPipelines : kStages;
 
   char own[2][kPlanes][kD / 64][kOwnAtomBytes];  // Q and dO, or K and V
-  char atom[kStages][kAtomBytes];
-  float lse[2][kTileRows], delta[2][kTileRows];  // of streamed queries
-  uint64_t own_full, full[kStages], empty[kStages];
-  uint64_t stats_full[2], stats_empty[2];
+  char atom[kPipelines * kStages][kAtomBytes];
+  float lse[2 * kPipelines][kTileRows], delta[2 * kPipelines][kTileRows];  // of streamed queries
+  uint64_t own_full[kPipelines];                                           // with two pipelines one for each operand
+  uint64_t full[kPipelines * kStagesOfDv], empty[kPipelines * kStagesOfDv];
+  uint64_t stats_full[2 * kPipelines], stats_empty[2 * kPipelines];
   BackwardWork work;
   DropoutKey dropout;  // of kernels with dropout
+  uint32_t base;       // address of this, which kernels for more than 128 columns read at each use
 };
 
 }  // namespace fa::cuda::sm90_fp32

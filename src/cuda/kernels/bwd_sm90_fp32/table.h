@@ -12,11 +12,15 @@ namespace fa::cuda::sm90_fp32 {
 struct BackwardShape {
   const char *name;
   int32_t head_dim;  // bucket of q, k and v
-  int32_t stages;    // of the pipeline of atoms
+  int32_t stages;    // of a pipeline of atoms
   ScoreSet scores;
+  int32_t own_rows;  // of a CTA
   int32_t storage_bytes;
 
   static constexpr int32_t threads() { return 384; }
+  constexpr int32_t rows() const { return own_rows; }
+  // Whether dq, dk and dv have CTAs of their own.
+  constexpr bool is_wide() const { return head_dim > 128; }
   constexpr int32_t shared_bytes() const { return storage_bytes; }
 };
 
@@ -24,12 +28,16 @@ struct BackwardShape {
 #define FA_SM90_FP32_BACKWARD_TABLE(X)                   \
   X(d64, 64, 16, kPlain)                                 \
   X(d128, 128, 4, kPlain)                                \
+  X(d192, 192, 5, kPlain)                                \
+  X(d256, 256, 2, kPlain)                                \
   X(d64g, 64, 16, kFp32Scores)                           \
   X(d128m, 128, 4, kFp32Scores & ~(kSoftcap | kDropout)) \
-  X(d128g, 128, 4, kFp32Scores)
+  X(d128g, 128, 4, kFp32Scores)                          \
+  X(d192g, 192, 5, kFp32Scores)                          \
+  X(d256g, 256, 2, kFp32Scores)
 
 #define FA_SM90_FP32_SHAPE(name, head_dim, stages, scores) \
-  {#name, head_dim, stages, scores, sizeof(BackwardStorage<head_dim, stages>)},
+  {#name, head_dim, stages, scores, BackwardStorage<head_dim, stages>::kOwnRows, sizeof(BackwardStorage<head_dim, stages>)},
 constexpr BackwardShape kBackwardShapes[] = {FA_SM90_FP32_BACKWARD_TABLE(FA_SM90_FP32_SHAPE)};
 #undef FA_SM90_FP32_SHAPE
 
