@@ -385,7 +385,7 @@ def fp32(quick: bool) -> List[Case]:
     rows += [] if quick else [(128, 16, 4, True, 8192)]
     both = ("forward", "backward")
     plain = [Case(FP32, direction, d, causal, n, n, 8192 // n, heads, heads_k) for direction in both for d, heads, heads_k, causal, n in rows]
-    wide = [Case(FP32, "forward", d, False, 4096, 4096, 2, 8, 8, option=option) for d in (192, 256) for option in ("", "bias")]
+    wide = [Case(FP32, direction, d, False, 4096, 4096, 2, 8, 8, option=option) for direction in both for d in (192, 256) for option in ("", "bias")]
     options = ("softcap", "alibi", "bias", "dropout", "bytes")
     return plain + wide + [Case(FP32, direction, d, False, 4096, 4096, 2, 1024 // d, 1024 // d, option=option)
                            for direction in both for d in (64, 128) for option in options]
