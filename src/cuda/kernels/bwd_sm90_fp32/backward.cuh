@@ -15,7 +15,7 @@ namespace fa::cuda::sm90_fp32 {
 // kScores: plain scores, or any mixture of terms.
 template <int kD_, int kStages_, ScoreSet kScores_>
 struct BackwardConfig {
-  using Storage = BackwardStorage<kD_, kStages_>;
+  using Storage = BackwardStorage<kD_, kStages_, kPlanes>;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = kScores != kPlain;
   static constexpr bool kSoftcapOrDropout = (kScores & (kSoftcap | kDropout)) != 0;

@@ -204,11 +204,12 @@ class BackwardTiles {
     tma_load_4d(dst, &map, barrier, atom * 64, (kQueries ? work_.q.start : work_.k.start) + row, head,
                 n * batches + (batches > 1 ? work_.batch : 0), policy);
   }
+  // The planes of an operand of own rows that lie in shared memory.
   template <bool kQueries>
   __device__ __forceinline__ void load_own(int operand, const CUtensorMap &map, uint32_t barrier) const {
     constexpr int kBoxes = kOwnRows / kTileRows;  // of an atom
 #pragma unroll 1
-    for (int n = 0; n < kPlanes; ++n)
+    for (int n = 0; n < (Storage::kStreamsLastPlane && operand == 1 ? kPlanes - 1 : kPlanes); ++n)
 #pragma unroll 1
       for (int i = 0; i < kBoxes * C::kAtoms; ++i)
         load_box<kQueries>(own(operand, n) + i * (Storage::kOwnAtomBytes / kBoxes), map, barrier, i / kBoxes, n,
@@ -220,14 +221,19 @@ class BackwardTiles {
 #pragma unroll 1
     for (int i = 0; i < kPlanes * C::kAtoms; ++i) {
       const int n = kPlanes - 1 - (kByPlane ? i / C::kAtoms : i % kPlanes), a = kByPlane ? i % C::kAtoms : i / kPlanes;
-      const int stage = pipe.stage();
-      mbarrier_wait(empty(stage), pipe.phase() ^ 1);
-      if (elect_one()) {
-        mbarrier_arrive_expect_tx(full(stage), Storage::kAtomBytes);
-        load_box<kQueries>(atom(stage), map, full(stage), a, n, tile * kTileRows, head, kEvictLast);
-      }
-      pipe.advance();
+      load_atom<kQueries>(map, a, n, tile * kTileRows, head, pipe);
     }
+  }
+  // The next stage: an atom of plane n.
+  template <bool kQueries>
+  __device__ __forceinline__ void load_atom(const CUtensorMap &map, int a, int n, int row, int head, Pipeline &pipe) const {
+    const int stage = pipe.stage();
+    mbarrier_wait(empty(stage), pipe.phase() ^ 1);
+    if (elect_one()) {
+      mbarrier_arrive_expect_tx(full(stage), Storage::kAtomBytes);
+      load_box<kQueries>(atom(stage), map, full(stage), a, n, row, head, kEvictLast);
+    }
+    pipe.advance();
   }
   // lse and delta of a tile of queries, the `number`th one of its pipeline.
   __device__ __forceinline__ void load_stats(int number, int head, int tile) const {

@@ -15,9 +15,9 @@ namespace fa::cuda::sm90_fp32 {
 enum class Gradient { dk, dv, dq };
 
 // kScores: plain scores, or any mixture of terms. kStages: of a pipeline, where there are two operands of own rows.
-template <int kD_, int kStages_, ScoreSet kScores_>
+template <int kD_, int kStages_, int kSecondPlanes_, ScoreSet kScores_>
 struct WideConfig {
-  using Storage = BackwardStorage<kD_, kStages_>;
+  using Storage = BackwardStorage<kD_, kStages_, kSecondPlanes_>;
   static constexpr ScoreSet kScores = kScores_;
   static constexpr bool kScored = kScores != kPlain, kSharesRows = Storage::kSharesRows;
   static constexpr bool kSoftcapOrDropout = (kScores & (kSoftcap | kDropout)) != 0;
@@ -31,7 +31,7 @@ struct WideGradientConfig : Wide {
   using Storage = typename Wide::Storage;
   static constexpr bool kHasDp = kGradient != Gradient::dv;
   static constexpr int kStages = kHasDp ? Wide::kStagesOfTwo : Storage::kStagesOfDv;
-  static constexpr int kAtomOffset = kHasDp ? offsetof(Storage, atom) : offsetof(Storage, own[1]);
+  static constexpr int kAtomOffset = kHasDp ? offsetof(Storage, atom) : offsetof(Storage, own[kPlanes]);
   static constexpr bool kReleasesEarly = kStages <= 4;
   static_assert(kAtomOffset + Storage::kPipelines * kStages * Storage::kAtomBytes <= offsetof(Storage, lse));
 };
@@ -103,6 +103,7 @@ class WideGradient : BackwardTiles<C> {
   using typename Tiles::TileTerms;
 
   static constexpr bool kOwnsQueries = kGradient == Gradient::dq, kHasDp = C::kHasDp;
+  static constexpr int kSecondPlanes = sizeof(Storage::own) / sizeof(Storage::own[0]) - kPlanes;
   // Atoms of the gradient that the first warpgroup stores; the second one stores the rest.
   static constexpr int kFirstAtoms = (C::kAtoms + 1) / 2;
 
@@ -115,7 +116,7 @@ class WideGradient : BackwardTiles<C> {
     if (no_tiles()) return;
     pdl_wait();
     if ((kHasDp || wg_ == 0) && elect_one()) {
-      mbarrier_arrive_expect_tx(own_full(wg_), sizeof(Storage::own[0]));
+      mbarrier_arrive_expect_tx(own_full(wg_), (wg_ == 0 ? kPlanes : kSecondPlanes) * sizeof(Storage::own[0]));
       const CUtensorMap &first = kOwnsQueries ? a_.q_map : a_.k_map, &second = kOwnsQueries ? a_.dout_map : a_.v_map;
       this->template load_own<kOwnsQueries>(wg_, wg_ == 0 ? first : second, own_full(wg_));
     }
@@ -126,9 +127,25 @@ class WideGradient : BackwardTiles<C> {
       if constexpr (!kOwnsQueries) load_stats(number, head, tile);
       const CUtensorMap &first = kOwnsQueries ? a_.k_map : a_.q_map, &second = kOwnsQueries ? a_.v_map : a_.dout_map;
       this->template load_tile<kQueries, /*kByPlane=*/true>(first, tile, head_of_tile, pipe);
-      if constexpr (kHasDp) this->template load_tile<kQueries, /*kByPlane=*/true>(second, tile, head_of_tile, pipe);
+      if constexpr (kHasDp) load_second(second, tile, head_of_tile, pipe);
       this->template load_tile<kQueries, /*kByPlane=*/false>(kHasDp ? first : second, tile, head_of_tile, pipe);
     });
+  }
+
+  // The second operand of a tile, plane by plane, and behind each atom of the first plane one of the last plane of own rows, where that is streamed.
+  __device__ __forceinline__ void load_second(const CUtensorMap &map, int tile, int head, Pipeline &pipe) const {
+    if constexpr (!Storage::kStreamsLastPlane) {
+      this->template load_tile<!kOwnsQueries, /*kByPlane=*/true>(map, tile, head, pipe);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kPlanes * C::kAtoms; ++i) {
+        const int n = kPlanes - 1 - i / C::kAtoms, a = i % C::kAtoms;
+        this->template load_atom<!kOwnsQueries>(map, a, n, tile * kTileRows, head, pipe);
+        if (n == 0)
+          this->template load_atom<kOwnsQueries>(kOwnsQueries ? a_.dout_map : a_.v_map, a, kPlanes - 1, work_.own0,
+                                                 work_.own_head, pipe);
+      }
+    }
   }
 
   // ------------------------------------------------------------------------------------------------------------------
@@ -137,34 +154,47 @@ class WideGradient : BackwardTiles<C> {
 
   // scores = own rows times the transposed tile, atom by atom. The small products of all atoms cannot come before the large ones of the first. They have an
   // accumulator of their own, which is added at the end. meanwhile() runs beside the last products.
-  template <typename Meanwhile>
-  __device__ __forceinline__ void multiply_scores(float (&scores)[32], int operand, Pipeline &pipe, Meanwhile meanwhile) const {
+  template <int kOperand, typename Meanwhile>
+  __device__ __forceinline__ void multiply_scores(float (&scores)[32], Pipeline &pipe, Meanwhile meanwhile) const {
+    constexpr bool kStreamsOwn = kOperand == 1 && Storage::kStreamsLastPlane;
     float small[32];
-    int last[1];
+    int last[1], last_own[1];  // stages that are still read
     fence_operand(scores);
     fence_operand(small);
+    const auto multiply = [&](float(&acc)[32], uint64_t rows, uint64_t tile, bool adds) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k)
+        Mma::ss_k_k(acc, advance_descriptor(rows, k * 32), advance_descriptor(tile, k * 32), adds || k > 0);
+    };
 #pragma unroll
     for (int n = kPlanes - 1; n >= 0; --n) {  // plane of the tile
+      const bool streams_own = kStreamsOwn && n == 0;
 #pragma unroll
       for (int a = 0; a < C::kAtoms; ++a) {
-        const bool pending = n < kPlanes - 1 || a > 0, held = release_if_waiting(last, pipe, pending);
+        const bool pending = n < kPlanes - 1 || a > 0;
+        bool held = release_if_waiting(last, pipe, pending);
+        if (streams_own && a > 0 && !held) release(last_own);
         mbarrier_wait(full(pipe.stage()), pipe.phase());
         const uint64_t b = descriptor_k_major(atom(pipe.stage()));
         wgmma_fence();
 #pragma unroll
-        for (int i = kPlanes - 1 - n; i >= 0; --i) {
-          const uint64_t rows = descriptor_k_major(own(operand, i) + a * Storage::kOwnAtomBytes);
-          const bool is_small = n + i > 0, is_first = a == 0 && (!is_small || n == kPlanes - 1);
-#pragma unroll
-          for (int k = 0; k < 4; ++k)
-            Mma::ss_k_k(is_small ? small : scores, advance_descriptor(rows, k * 32), advance_descriptor(b, k * 32),
-                        !is_first || k > 0);
-        }
+        for (int i = kPlanes - 1 - n - streams_own; i >= 0; --i)
+          multiply(n + i > 0 ? small : scores, descriptor_k_major(own(kOperand, i) + a * Storage::kOwnAtomBytes), b,
+                   a > 0 || (n + i > 0 && n < kPlanes - 1));
         wgmma_commit();
         if (pending) wgmma_wait<1>();
         if (held) release(last);
+        if (streams_own && a > 0 && held) release(last_own);
         last[0] = pipe.stage();
         pipe.advance();
+        if (streams_own) {
+          mbarrier_wait(full(pipe.stage()), pipe.phase());
+          wgmma_fence();
+          multiply(small, descriptor_k_major(atom(pipe.stage())), descriptor_k_major(atom(last[0])), true);
+          wgmma_commit();
+          last_own[0] = pipe.stage();
+          pipe.advance();
+        }
       }
     }
     meanwhile();
@@ -172,6 +202,7 @@ class WideGradient : BackwardTiles<C> {
     fence_operand(scores);
     fence_operand(small);
     release(last);
+    if constexpr (kStreamsOwn) release(last_own);
 #pragma unroll
     for (int n = 0; n < 32; ++n) scores[n] += small[n];
   }
@@ -205,7 +236,7 @@ class WideGradient : BackwardTiles<C> {
       const bool partial = this->template is_partial<kOwnsQueries>(tile);
       float s[32];
       [[maybe_unused]] TileTerms terms;
-      multiply_scores(s, 0, pipe, [&] {
+      multiply_scores<0>(s, pipe, [&] {
         if constexpr (C::kScored) this->template prepare<kOwnsQueries>(terms, head, first, partial);
       });
       if constexpr (kOwnsQueries) {
@@ -216,7 +247,7 @@ class WideGradient : BackwardTiles<C> {
       }
       if constexpr (kHasDp) {
         float dp[32];
-        multiply_scores(dp, 1, pipe, [] {});
+        multiply_scores<1>(dp, pipe, [] {});
         if constexpr (C::kScored) {
           if (C::kSoftcapOrDropout && p_.dropout.threshold > 0) drop_dp(dp, terms.dropped);
         }
@@ -304,7 +335,7 @@ class WideGradient : BackwardTiles<C> {
   // Where element 0 of this thread's part of an atom lies; the next elements lie 512 bytes on each. The same thread of the other warpgroup has the same
   // elements.
   __device__ __forceinline__ uint32_t part_of(int a) const {
-    static_assert(C::kAtoms * 32 * 512 <= sizeof(Storage::own[0]));
+    static_assert(C::kAtoms * 32 * 512 <= kPlanes * sizeof(Storage::own[0]));
     return smem_ + offsetof(Storage, own) + a * 32 * 512 + threadIdx.x % 128 * 4;
   }
   template <int kBegin, int kEnd>

@@ -29,14 +29,18 @@ struct BackwardWork {
 //
 // Above 128 columns the planes of 128 own rows do not fit: both consumer warpgroups have the same 64, and a pipeline each. CTAs of dv have no second operand
 // of own rows. Its place, which lies before that of the pipelines, is more stages for them.
-template <int kD, int kStages>
+//
+// kSecondPlanes: the planes of the second operand that lie in shared memory. The last plane, which one product in six reads, may pass through the
+// pipelines instead.
+template <int kD, int kStages, int kSecondPlanes>
 struct BackwardStorage {
-  static constexpr bool kSharesRows = kD > 128;
+  static constexpr bool kSharesRows = kD > 128, kStreamsLastPlane = kSecondPlanes < kPlanes;
   static constexpr int kOwnRows = kSharesRows ? 64 : 128, kPipelines = kSharesRows ? 2 : 1;
   static constexpr int kOwnAtomBytes = kOwnRows * 128, kAtomBytes = kTileRows * 128;
-  static constexpr int kStagesOfDv = kSharesRows ? kStages + kPlanes * (kD / 64) / kPipelines : kStages;
+  static constexpr int kStagesOfDv = kSharesRows ? kStages + kSecondPlanes * (kD / 64) / kPipelines : kStages;
+  static_assert(kSecondPlanes >= kPlanes - 1 && (kSharesRows || !kStreamsLastPlane));
 
-  char own[2][kPlanes][kD / 64][kOwnAtomBytes];  // Q and dO, or K and V
+  char own[kPlanes + kSecondPlanes][kD / 64][kOwnAtomBytes];  // planes of Q and of dO, or of K and of V
   char atom[kPipelines * kStages][kAtomBytes];
   float lse[2 * kPipelines][kTileRows], delta[2 * kPipelines][kTileRows];  // of streamed queries
   uint64_t own_full[kPipelines];                                           // with two pipelines one for each operand
