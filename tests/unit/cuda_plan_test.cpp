@@ -91,6 +91,22 @@ bool is_kernel_name(const std::string &name) {
   return false;
 }
 
+// Wide heads have tensor-core kernels on every device with every option, and small CTAs serve devices that have room for as many as they are made for.
+TEST(CudaPlan, TensorCoresOnEveryDevice) {
+  for_everything([&](const MaskedProblem &p, const Device &device, const std::string &text) {
+    if (p.q.dtype == Dtype::f32) return;
+    const BackwardProblem b = backward_of(p);
+    const BackwardPlan backward = backward_plan(b, device);
+    EXPECT_NE(forward_plan(p, device).family, Family::simt) << text;
+    EXPECT_NE(backward.family, Family::simt) << text;
+    EXPECT_EQ(backward.dq_sum_by_lane, device.compute_capability >= 90) << text;
+    if (backward.family != Family::sm80) return;
+    const sm80::BackwardShape &shape = sm80::kBackwardShapes[backward.shape];
+    if (shape.scores != kPlain) return;
+    EXPECT_LE(shape.min_blocks * (shape.shared_bytes() + 1024), device.shared_bytes + 1024) << text;
+  });
+}
+
 TEST(CudaPlan, EveryProblemHasAKernelThatFits) {
   for_everything([&](const MaskedProblem &p, const Device &device, const std::string &text) {
     const ForwardPlan forward = forward_plan(p, device);

@@ -12,6 +12,8 @@
 namespace fa::cuda {
 namespace {
 
+constexpr int32_t kReservedSharedBytes = 1024;  // of each CTA, besides what it asks for
+
 // Q tiles and workspace on tensor cores.
 template <typename Shape>
 void lay_out_workspace(const BackwardProblem &b, const Shape &shape, BackwardPlan &plan) {
@@ -285,7 +287,16 @@ fa_status plan_backward_any_device(const BackwardProblem &b, const Needs &needs,
   const auto runs = [&](const KernelRow &row) {
     return can_run(row, needs, device) && !(row.family == Family::sm80 && text_and_dbias);
   };
-  if (const auto row = std::find_if(tensor_core.begin(), tensor_core.end(), runs); row != tensor_core.end()) {
+  if (auto row = std::find_if(tensor_core.begin(), tensor_core.end(), runs); row != tensor_core.end()) {
+    // A kernel of small CTAs leaves an SM half empty that has no room for as many as it is made for.
+    const auto fills_sm = [&](const KernelRow &other) {
+      return sm80::kBackwardShapes[other.shape].min_blocks * (other.shared_bytes + kReservedSharedBytes) <=
+             device.shared_bytes + kReservedSharedBytes;
+    };
+    const auto larger = std::find_if(row, tensor_core.end(), [&](const KernelRow &other) {
+      return other.head_dim == row->head_dim && other.scores == row->scores && fills_sm(other) && runs(other);
+    });
+    if (larger != tensor_core.end()) row = larger;
     const sm80::BackwardShape &shape = sm80::kBackwardShapes[row->shape];
     plan.family = Family::sm80;
     plan.shape = row->shape;

@@ -62,9 +62,10 @@ struct BackwardShape {
 // X(name, head_dim, head_dim_v, warps, roles, score_warps, query_warps, key_tiles, column_warps, rows, stages, min_blocks, capability, scores)
 #define FA_SM80_BACKWARD_TABLE(X)                              \
   X(d64, 64, 64, 4, 1, 4, 1, 2, 1, 64, 2, 2, 80, kPlain)       \
+  X(d64s, 64, 64, 8, 1, 8, 1, 2, 1, 32, 2, 1, 80, kPlain)      \
   X(d128, 128, 128, 8, 2, 4, 1, 2, 2, 64, 2, 1, 90, kPlain)    \
   X(d128a, 128, 128, 8, 1, 8, 2, 2, 2, 64, 2, 1, 80, kPlain)   \
-  X(d128s, 128, 128, 4, 1, 4, 2, 2, 2, 32, 2, 1, 80, kPlain)   \
+  X(d128s, 128, 128, 8, 1, 8, 2, 2, 2, 32, 1, 1, 80, kPlain)   \
   X(d256, 256, 256, 8, 2, 4, 2, 2, 4, 64, 2, 1, 90, kPlain)    \
   X(d256s, 256, 256, 8, 1, 8, 2, 1, 4, 32, 2, 1, 80, kPlain)   \
   X(d256t, 256, 256, 8, 1, 4, 1, 1, 4, 16, 1, 1, 80, kPlain)   \
@@ -78,7 +79,7 @@ struct BackwardShape {
   X(d128r, 128, 128, 8, 1, 8, 2, 2, 2, 64, 2, 1, 80, kDropped) \
   X(d128b, 128, 128, 8, 1, 8, 2, 2, 2, 64, 2, 1, 90, kBiased)  \
   X(d128g, 128, 128, 8, 1, 8, 2, 2, 2, 64, 2, 1, 80, kAll)     \
-  X(d128gs, 128, 128, 4, 1, 4, 2, 2, 2, 32, 2, 1, 80, kAll)    \
+  X(d128gs, 128, 128, 8, 1, 8, 2, 2, 2, 32, 1, 1, 80, kAll)    \
   X(d256m, 256, 256, 8, 1, 8, 2, 1, 4, 64, 2, 1, 90, kSmooth)  \
   X(d256r, 256, 256, 8, 1, 8, 2, 1, 4, 64, 2, 1, 90, kDropped) \
   X(d256b, 256, 256, 8, 1, 8, 2, 1, 4, 64, 2, 1, 90, kBiased)  \

@@ -41,9 +41,9 @@ struct BackwardConfig {
   static constexpr int kGradTiles = kKeys / 16 / (kRoleWarps / kColumnWarps);
   static constexpr int kDt = kD / 8 / kColumnWarps, kDvt = kDv / 8 / kColumnWarps;
   static_assert(kSharesP || (kColumnWarps == 1 && kGradTiles == kKeyTiles));
-  // dq of a warp: 32 rows, or the 16 that there are, x its columns.
-  static constexpr int kDqTiles = kRows >= 32 ? 2 : 1, kDqRowWarps = kRows / 16 / kDqTiles,
-                       kDqNt = kD / 8 / (kWarps / kDqRowWarps);
+  // dq of a warp: 32 rows, or 16 where there are no more of them or no more than 8 columns for each warp, x its columns.
+  static constexpr int kDqTiles = kRows >= 32 && kD / 8 * (kRows / 32) >= 2 * kWarps ? 2 : 1,
+                       kDqRowWarps = kRows / 16 / kDqTiles, kDqNt = kD / 8 / (kWarps / kDqRowWarps);
   static_assert(kRows % (16 * kDqTiles) == 0 && kWarps % kDqRowWarps == 0 && kDqNt % 2 == 0);
 
   static constexpr int kScorePitch = kRows * 2, kBiasPitch = kKeys * 2;  // bytes of a row of P and dS, and of the bias
