@@ -141,7 +141,7 @@ def install(*, deterministic: bool = True) -> Installation:
 
     PyTorch chooses among its operators as before: flash attention, on CUDA also cuDNN's and the efficient one, which serve masks and fp32.
     The library computes all of them, forward and backward. What it refuses, such as dropout, goes to PyTorch's own kernel, and
-    `fallbacks()` says why. It takes fp32 on CUDA only where it has kernels for tensor cores: on Hopper, up to 128 columns, without a mask.
+    `fallbacks()` says why. It takes fp32 on CUDA only where it has kernels for tensor cores: on Hopper, up to 256 columns, without a mask.
     The operators do not say whether deterministic algorithms are wanted: gradients are, unless deterministic=False.
 
     In PyTorch's registry of flash implementations (torch.nn.attention.list_flash_attention_impls) the name is "flashattn". Returns the

@@ -78,9 +78,9 @@ struct SdpaProblem {
       fail(kTypeError,
            "query has " + std::to_string(problem.q.shape[3]) + " columns and value " + std::to_string(problem.v.shape[3]));
     if (kind == Sdpa::kEfficient && problem.q.dtype == FA_FLOAT32 &&
-        (!fast_fp32 || attn_mask || problem.q.shape[3] > 128 || problem.v.shape[3] > 128))
+        (!fast_fp32 || attn_mask || problem.q.shape[3] > 256 || problem.v.shape[3] > 256))
       fail(kTypeError,
-           "query has dtype torch.float32, which the library has on tensor cores on Hopper alone, without a mask, up to 128 "
+           "query has dtype torch.float32, which the library has on tensor cores on Hopper alone, without a mask, up to 256 "
            "columns");
     if (dropout_p != 0) fail(kTypeError, "dropout_p is " + std::to_string(dropout_p) + "; it must be 0");
     // Where there are not as many queries as keys, the operator for flash attention on CUDA aligns the last of both, the others the first.
