@@ -315,6 +315,16 @@ class BackwardTiles {
 
   static __device__ __forceinline__ int consumer_warp() { return static_cast<int>(threadIdx.x >> 5) - 4; }
   __device__ __forceinline__ int own_row(int r) const { return first_of_warp() + (lane_ >> 2) + 8 * r; }
+  // lse and delta of this thread's own rows, which are queries. Rows that are not used keep what they have.
+  __device__ __forceinline__ void load_row_stats(float (&row_lse)[2], float (&row_delta)[2]) const {
+    const int64_t first = int64_t{first_q_tile_of(a_, work_.batch, work_.own_head, kStatRows)} * kStatRows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (own_row(r) >= work_.q.len) continue;
+      row_lse[r] = a_.row_lse[first + own_row(r)];
+      row_delta[r] = a_.row_delta[first + own_row(r)];
+    }
+  }
   // The first own row of this thread's warp, and of its warpgroup.
   __device__ __forceinline__ int first_of_warp() const {
     return work_.own0 + (C::kSharesRows ? consumer_warp() & 3 : consumer_warp()) * 16;

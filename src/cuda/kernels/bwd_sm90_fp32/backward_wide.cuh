@@ -74,14 +74,13 @@ class WideGradient : BackwardTiles<C> {
   using Tiles::has_no_rows;
   using Tiles::hide;
   using Tiles::init_barriers;
-  using Tiles::kStatRows;
   using Tiles::lane_;
+  using Tiles::load_row_stats;
   using Tiles::load_stats;
   using Tiles::lse;
   using Tiles::no_tiles;
   using Tiles::own;
   using Tiles::own_full;
-  using Tiles::own_row;
   using Tiles::p_;
   using Tiles::prefetch_descriptors;
   using Tiles::release;
@@ -220,13 +219,7 @@ class WideGradient : BackwardTiles<C> {
     if (!no_tiles()) {
       if constexpr (kOwnsQueries) {
         pdl_wait();
-        const int64_t first = int64_t{first_q_tile_of(a_, work_.batch, work_.own_head, kStatRows)} * kStatRows;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          if (own_row(r) >= work_.q.len) continue;
-          row_lse[r] = a_.row_lse[first + own_row(r)];
-          row_delta[r] = a_.row_delta[first + own_row(r)];
-        }
+        load_row_stats(row_lse, row_delta);
       }
       mbarrier_wait(own_full(0), 0);
       if constexpr (kHasDp) mbarrier_wait(own_full(1), 0);
