@@ -115,7 +115,7 @@ func CUDA(device int) Option {
 	return func(c *C.fa_config) { c.device_type, c.device_index = C.FA_DEVICE_CUDA, C.int32_t(device) }
 }
 
-// CUDAArch limits a CUDA context to kernels of this compute capability (major * 10 + minor, from 80 on) and below.
+// CUDAArch keeps a CUDA context to kernels that devices of this compute capability (major * 10 + minor, from 80 on) run, too.
 func CUDAArch(capability int) Option {
 	return func(c *C.fa_config) { c.cuda_arch = C.int32_t(capability) }
 }

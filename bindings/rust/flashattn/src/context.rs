@@ -57,7 +57,7 @@ impl Default for Settings {
 pub struct CudaSettings {
     /// Number of the device.
     pub device: u32,
-    /// Kernels for a higher compute capability than this (major * 10 + minor, at least 80) are not used; 0 = the device's.
+    /// Only kernels that devices of this compute capability (major * 10 + minor, at least 80) run, too; 0 = the device's.
     pub arch: u32,
 }
 
