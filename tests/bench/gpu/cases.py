@@ -55,7 +55,7 @@ class Case:
         words += [word for word in ("latent" if self.latent else "", f"page{self.page}" if self.page else "",
                                     f"listed{self.listed}" if self.listed else "", self.option,
                                     "deterministic" if self.deterministic else "",
-                                    f"sm{self.arch}" if self.arch and self.section in (SAME_BITS, "wide") else "") if word]
+                                    f"sm{self.arch}" if self.arch and self.section != "sm80" else "") if word]
         return " ".join(words)
 
     @property
@@ -290,8 +290,13 @@ def decode(quick: bool) -> List[Case]:
     rows += [paged(b, n, option="e4m3") for b, n in ((1, 2048), (1, 8192), (1, 131072), (128, 8192))]
     rows += [paged(32, 8192, page, option="e4m3") for page in (0, 1, 256)]
     rows += [paged(32, 8192, tokens=tokens, option="e4m3") for tokens in (2, 4, 8, 16)]
-    return rows + [paged(128, 8192, head_dim=256, heads=32, heads_k=2, option="e4m3"),
-                   paged(64, 8192, head_dim=64, heads=32, option="e4m3")]
+    rows += [paged(128, 8192, head_dim=256, heads=32, heads_k=2, option="e4m3"),
+             paged(64, 8192, head_dim=64, heads=32, option="e4m3")]
+    # The kernels of devices with 99 KB of shared memory.
+    other = [paged(32, 8192, tokens=tokens, option="e4m3") for tokens in (1, 4)]
+    other += [paged(32, 8192, tokens=tokens, head_dim=256, heads=16, heads_k=8, option=option) for tokens, option in ((1, "e4m3"), (1, "int8"), (16, "e4m3"))]
+    other += [paged(32, 8192, head_dim=512, heads=16, heads_k=2, option="e4m3")]
+    return rows + [dataclasses.replace(case, arch=86) for case in other]
 
 
 def listed(quick: bool) -> List[Case]:
