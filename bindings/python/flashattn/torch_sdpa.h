@@ -308,7 +308,8 @@ void cudnn_forward(StableIValue *stack, uint64_t, uint64_t) {
         if (return_debug_mask) fail(kTypeError, "return_debug_mask is True");
         cuda_results(sdpa, compute_log_sumexp, stack);
         // Random state is for a backward. Without lse there is none.
-        for (const int n : {6, 7}) stack[n] = compute_log_sumexp ? unused({}, aoti_torch_dtype_int64(), sdpa.device()) : undefined();
+        for (const int n : {6, 7})
+          stack[n] = compute_log_sumexp ? unused({}, aoti_torch_dtype_int64(), sdpa.device()) : undefined();
         stack[8] = undefined();
       },
       [&](const std::string &reason) {
