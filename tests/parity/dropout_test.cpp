@@ -187,5 +187,22 @@ TEST_P(Dropout, ScoresRiseByLessThanTheRescalingThreshold) {
 
 FA_ON_EVERY_BACKEND(Dropout);
 
+// A query that sees no key, because the bias masks the only one of its window, may hold NaN. Where the NaN of the pair is dropped, it is in the sum of the row
+// alone.
+TEST_P(Dropout, NanInQueriesThatSeeNothing) {
+  for (const int64_t head_dim : {64, 128, 256, 512}) {
+    Case c = grouped_case("dropped NaN", FA_BFLOAT16, 64, 64);
+    c.heads_q = 8;
+    c.head_dim = c.head_dim_v = head_dim;
+    c.mask = FA_MASK_CAUSAL;
+    c.window_left = 0;
+    c.bias = 1;
+    c.bias_masked = 30;
+    c.dropout = 0.9;
+    c.nan_queries = 1;
+    EXPECT_TRUE(check(backend(), c));
+  }
+}
+
 }  // namespace
 }  // namespace parity

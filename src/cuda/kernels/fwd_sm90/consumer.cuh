@@ -793,6 +793,11 @@ class Consumer {
     float zero[2] = {0.f, 0.f};  // or NaN, by row; unused rows hold whatever
 #pragma unroll
     for (int j = 0; j < C::kDv / 2; ++j) zero[(j >> 1) & 1] = fmaf(out_[j], 0.f, zero[(j >> 1) & 1]);
+    if constexpr (C::kHasDropout) {
+      static_assert(C::kFewCopies);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) zero[r] = fmaf(out_sum_[r], 0.f, zero[r]);  // a NaN that was dropped is in the row sum alone
+    }
     const int used = t.seqlen_q - at_.row(t, 0);
     if (!__any_sync(~0u, (used > 0 && zero[0] != 0.f) || (used > 8 && zero[1] != 0.f))) return;
     if constexpr (C::kFewCopies) {
