@@ -255,9 +255,8 @@ typedef struct fa_config {
   /** CPU: instruction set. One that this processor lacks is refused with ::FA_ERROR_ARCH. CUDA: must be 0. */
   fa_cpu_isa cpu_isa;
   /**
-   * CUDA: keeps a newer device to the kernels that devices of this compute capability (major * 10 + minor, at least 80) run, too: none
-   * that is written for a higher one, none that needs more shared memory than they have. 80 stands for A100, 86 for the devices with the
-   * least shared memory: its kernels run on every supported device. 0 = the capability of the device. CPU: must be 0.
+   * CUDA: keeps a newer device to the kernels that devices of this compute capability (major * 10 + minor, at least 80) can run,
+   * also by their shared memory: 80 as A100, 86 as every supported device; 0 = that of the device. CPU: must be 0.
    */
   int32_t cuda_arch;
   /** CPU: runs tasks on the caller's thread pool; NULL = the library starts its own threads. */
