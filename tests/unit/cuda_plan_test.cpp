@@ -103,7 +103,8 @@ TEST(CudaPlan, TensorCoresOnEveryDevice) {
     if (backward.family != Family::sm80) return;
     const sm80::BackwardShape &shape = sm80::kBackwardShapes[backward.shape];
     if (shape.scores != kPlain) return;
-    EXPECT_LE(shape.min_blocks * (shape.shared_bytes() + 1024), device.shared_bytes + 1024) << text;
+    EXPECT_LE(shape.min_blocks * (shape.shared_bytes() + kReservedSharedBytes), device.shared_bytes + kReservedSharedBytes)
+        << text;
   });
 }
 

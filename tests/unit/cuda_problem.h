@@ -17,10 +17,10 @@ struct NamedDevice {
 constexpr int64_t kMegabyte = 1 << 20;
 constexpr NamedDevice kDevices[] = {
     {"H100, H200", {0, 90, 132, 227 * 1024, 50 * kMegabyte, true}},
-    {"A100", {0, 80, 108, 163 * 1024, 40 * kMegabyte}},
-    {"RTX 3090", {0, 86, 82, 99 * 1024, 6 * kMegabyte}},
-    {"RTX 4090", {0, 89, 128, 99 * 1024, 72 * kMegabyte}},
-    {"RTX 5090", {0, 120, 170, 99 * 1024, 96 * kMegabyte}},
+    {"A100", {0, 80, 108, shared_bytes_of(80), 40 * kMegabyte}},
+    {"RTX 3090", {0, 86, 82, shared_bytes_of(86), 6 * kMegabyte}},
+    {"RTX 4090", {0, 89, 128, shared_bytes_of(89), 72 * kMegabyte}},
+    {"RTX 5090", {0, 120, 170, shared_bytes_of(120), 96 * kMegabyte}},
 };
 
 alignas(16) inline float unreadable, unreadable_v;  // addresses that plans may compare but not follow

@@ -7,12 +7,6 @@
 
 namespace fa::cuda {
 
-int32_t shared_bytes_of(int32_t compute_capability) {
-  const int32_t major = compute_capability / 10;
-  if (compute_capability == 80 || compute_capability == 87) return 163 * 1024;
-  return (major == 8 || major == 12 ? 99 : 227) * 1024;
-}
-
 void restrict_to(int32_t cuda_arch, Device &device) {
   device.shared_bytes = std::min(device.shared_bytes, shared_bytes_of(cuda_arch));
   device.sm90 = device.sm90 && cuda_arch >= 90;

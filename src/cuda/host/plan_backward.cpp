@@ -12,8 +12,6 @@
 namespace fa::cuda {
 namespace {
 
-constexpr int32_t kReservedSharedBytes = 1024;  // of each CTA, besides what it asks for
-
 // Q tiles and workspace on tensor cores.
 template <typename Shape>
 void lay_out_workspace(const BackwardProblem &b, const Shape &shape, BackwardPlan &plan) {

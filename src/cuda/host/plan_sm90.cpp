@@ -229,7 +229,7 @@ bool beats_sm90(const Problem &p, const Device &device, const ForwardPlan &other
   constexpr int64_t kFewQueries = 16;
   if (sm90::kForwardShapes[hopper.shape].packs_heads()) return false;
   const int64_t row_blocks = ceil_div(p.q_lengths.max_len, std::max(kernel_of(hopper).rows, 128));
-  if (other.family == Family::simt) return p.q_lengths.max_len <= kFewQueries;  // of a score text, or of wide heads
+  if (other.family == Family::simt) return p.q_lengths.max_len <= kFewQueries;  // in a build that leaves sm80 kernels out
   return p.q_lengths.max_len <= kFewQueries ||
          (other.num_splits > 1 && row_blocks * p.heads_q * p.batch * 2 < device.multiprocessors) ||
          (other.rows_per_token > 1 && int64_t{other.row_blocks} * 2 <= row_blocks * p.group);

@@ -53,7 +53,7 @@ constexpr FeatureSet kListedKeys =
 constexpr FeatureSet kSameBits = 262144;  // FA_FLAG_SAME_BITS. Hopper's kernels that offer this serve nothing else
 
 // Shared memory of a CTA on devices of compute capability 8.x, at most. The build compiles a kernel that needs more for newer devices alone.
-constexpr int32_t kMaxSharedBytesBefore90 = 163 * 1024;
+constexpr int32_t kMaxSharedBytesBefore90 = shared_bytes_of(80);
 
 // The score terms of kernels that take any, also those of a score text.
 constexpr ScoreSet kAllAndScoreText = kAll | kScoreText | kScoreTextAndTerms | kTextTile;

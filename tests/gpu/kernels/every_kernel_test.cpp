@@ -81,8 +81,8 @@ struct ClaimedDevice {
 };
 constexpr ClaimedDevice kDevices[] = {
     {"Any", 1024, 1000, 0, false, false},
-    {"A100", 163, 80, 0, false, false},
-    {"Desktop", 99, 86, 0, false, false},
+    {"A100", fa::cuda::shared_bytes_of(80) / 1024, 80, 0, false, false},
+    {"Desktop", fa::cuda::shared_bytes_of(86) / 1024, 86, 0, false, false},
     {"Hopper", 1024, 1000, 0, true, true},
     {"HopperOnePass", 1024, 1000, 0, true, false},
     {"Small", 1024, 1000, 1, false, false},  // small problems are much work for it: kernels for that
