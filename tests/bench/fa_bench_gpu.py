@@ -5,7 +5,7 @@
     FLASHATTN_LIBRARY=build/release/libflashattn.so tests/bench/fa_bench_gpu.py --json run.json --svg run.svg
 
 Data is random-normal bf16 (section fp32: fp32), times are medians, FLOPs count visible pairs (docs/performance.md). `x FA2`, `x cuDNN` say how many times
-faster ours is, and `x FA4` where the package flash-attn-4 is installed; `x FA3` goes through the ratio of FA3 to cuDNN in another run (docs/data/peers.json, tests/bench/gpu/published.json); `x plain` compares rows
+faster ours is, and `x FA4` where the package flash-attn-4 is installed, `x FlashMLA` where FLASHMLA_LIBRARY names its extension module; `x FA3` goes through the ratio of FA3 to cuDNN in another run (docs/data/peers.json, tests/bench/gpu/published.json); `x plain` compares rows
 with softcap, ALiBi and so on with our own kernel without them, and deterministic rows with the other kind. Rows of the section sm80
 run the kernels for that chip, plain ones too, whatever the device is. In the section fp8, ours and the published FA3 take e4m3 operands,
 all others, `x plain` too, bf16. In the section decode, `x read` compares with a kernel that only
@@ -99,7 +99,7 @@ def contenders_of(case, context, before=None, alone=False):
         contenders["before"] = [ours(*tensors, case.option, case.deterministic, before) for tensors in sets]
     # Others have no forward-mode derivative.
     for tensors, mine in () if alone or case.direction == "jvp" else zip(sets, contenders["ours"]):
-        for opponent in opponents.opponents(case, *tensors, cu, mine.bias, mine.block_mask):
+        for opponent in opponents.opponents(case, *tensors, cu, mine):
             contenders.setdefault(opponent.name, []).append(opponent)
     if (case.option or case.deterministic) and (not alone or case.section == cases.SAME_BITS):
         without = " + ".join(option for option in case.option.split(" + ") if option != cases.SAME_BITS) if case.section == cases.SAME_BITS else ""
@@ -137,7 +137,7 @@ def largest_difference(case, contenders):
     """Relative difference between our results and those of the first opponent; None without one that does the same."""
     if case.option == "dropout":  # of other elements
         return None
-    reference = next((kept[0] for name, kept in contenders.items() if name in ("fa2", "cudnn", "efficient", "fa4", "flex")), None)
+    reference = next((kept[0] for name, kept in contenders.items() if name in ("fa2", "cudnn", "efficient", "fa4", "flex", "flashmla")), None)
     if reference is None:
         return None
     ours = contenders["ours"][0]

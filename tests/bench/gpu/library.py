@@ -81,6 +81,7 @@ class Attention:
         if option == "fp8":
             q, k, v = (t.to(torch.float8_e4m3fn) for t in (q, k, v))
         self.kept = [q, k, v, cu, pages]  # what the structs point to
+        self.pages = pages
         a = self.attention = abi.fa_attention()
         context.check(context.lib.fa_attention_init(ctypes.byref(a), ctypes.sizeof(a)))
         a.q, a.k, a.v, a.out, a.lse = map(tensor, (q, k, v, self.out, self.lse))
@@ -91,11 +92,12 @@ class Attention:
             a.max_seqlen_q = a.max_seqlen_k = longest
         if pages is not None:
             a.page_table = tensor(pages)
+        self.lists = None
         if listed:  # keys of a query's sequence, all different
             keys = k.shape[1] * (pages.shape[1] if pages is not None else 1)
             lists = [torch.randperm(keys, device=q.device)[:listed] for _ in range(rows[0] * rows[1])]
-            self.kept.append(torch.stack(lists).to(torch.int32).view(*rows[:2], listed))
-            a.kv_indices = tensor(self.kept[-1])
+            self.lists = torch.stack(lists).to(torch.int32).view(*rows[:2], listed)
+            a.kv_indices = tensor(self.lists)
         self.bias = self.block_mask = None
         for one in option.split(" + "):
             self._set(one, q, k, pages, seed)

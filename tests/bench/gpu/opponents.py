@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch's FlashAttention-2, cuDNN, memory-efficient attention and FlexAttention, and FlashAttention-4 where the package flash-attn-4 is installed:
-forward and, but for FlexAttention, backward without autograd's host work."""
+"""PyTorch's FlashAttention-2, cuDNN, memory-efficient attention and FlexAttention, FlashAttention-4 where the package flash-attn-4 is installed, and
+FlashMLA where FLASHMLA_LIBRARY names its extension module: forward and, but for FlexAttention, backward without autograd's host work."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
 import importlib.util
+import os
 import sys
 
 import torch
@@ -232,6 +233,50 @@ class Fa2Packed:
                                               self.longest, 0.0, self.causal, seed, offset)
 
 
+class FlashMla:
+    """DeepSeek's kernels for latent caches, as vLLM's wheel has them: vllm/_flashmla_C.abi3.so, PyTorch's stable ABI. Each query of a sequence that
+    lists its keys lists `lists`; decoding from lists needs FlashMLA's own cache of 512 e4m3 numbers, 4 factors and 64 bf16 numbers a key."""
+
+    name = "flashmla"
+    library = os.environ.get("FLASHMLA_LIBRARY", "")
+
+    def __init__(self, case, q, k, pages, lists):
+        torch.ops.load_library(self.library)
+        self.kernels = torch.ops._flashmla_C
+        self.q, self.scale, self.causal, self.pages = q, case.head_dim**-0.5, case.causal, pages
+        self.schedule = self.splits = None  # its kernels make them in the first call
+        self.lengths = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=q.device)
+        self.prefill = case.listed > 0 and case.seqlen_q >= 16
+        if self.prefill:
+            self.q, self.k = q[0], k.reshape(-1, 1, case.head_dim)
+            self.rows = self.rows_of(lists, case.page)[0, :, None].contiguous()
+        elif case.listed:
+            factors = torch.ones((*k.shape[:3], 4), device=q.device)
+            parts = (k[..., : case.d_v].to(torch.float8_e4m3fn), factors, k[..., case.d_v :].to(torch.bfloat16))
+            self.k = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1).view(torch.float8_e4m3fn)
+            self.rows = self.rows_of(lists, case.page)
+        else:
+            self.k, self.rows = k, None
+
+    def rows_of(self, lists, page):
+        """The cache's rows of the listed keys of each sequence."""
+        table = self.pages.long()
+        places = torch.arange(len(table), device=table.device)[:, None, None]
+        return (table[places, lists.long() // page] * page + lists % page).to(torch.int32)
+
+    def forward(self):
+        if self.prefill:
+            return self.kernels.sparse_prefill_fwd(self.q, self.k, self.rows, self.scale, 512, None, None, None)[0][None]
+        if self.rows is not None:
+            results = self.kernels.sparse_decode_fwd(self.q, self.k, self.rows, None, None, self.schedule, self.splits, None, None, None, 512,
+                                                     self.scale, None, False)
+        else:
+            results = self.kernels.dense_decode_fwd(self.q, self.k, 512, self.lengths, self.pages, self.scale, self.causal, self.schedule,
+                                                    self.splits, None)
+        out, _, self.schedule, self.splits = results
+        return out
+
+
 class Deterministic:
     """Asks PyTorch for its deterministic kernels while an operator is called."""
 
@@ -284,8 +329,30 @@ extern "C" __global__ void __launch_bounds__(512) read_only(const float4 *data, 
             Read.kernel((self.blocks, 1, 1), (512, 1, 1), (t.view(-1), t.numel() * t.element_size() // 16, self.never))
 
 
-def opponents(case, q, k, v, cu, bias=None, block_mask=None):
-    """Those that take the case; each was called once. `bias`, `block_mask`: of a case with such an option."""
+def able_of(case, makers):
+    able = []
+    for make in makers:
+        try:
+            opponent = make()
+            opponent.forward()
+            able.append(opponent)
+        except RuntimeError:  # not for this shape
+            pass
+        except Exception as failure:  # of FlashAttention-4's compiler, or FlexAttention's
+            print(f"{case.name}: {type(failure).__name__}: {failure}", file=sys.stderr)
+    return able
+
+
+def takes_flashmla(case):
+    if not FlashMla.library or not case.latent or case.page != 64 or case.option not in ("", "e4m3"):
+        return False
+    # Its prefill takes bf16, its decoding from lists 8 bits alone; without lists it takes bf16.
+    return bool(case.option) == bool(case.listed and case.seqlen_q < 16)
+
+
+def opponents(case, q, k, v, cu, ours):
+    """Those that take the case; each was called once. `ours` has a case's bias, masks, pages and lists."""
+    bias, block_mask = ours.bias, ours.block_mask
     readers = []
     if case.section == "decode":
         try:
@@ -293,7 +360,7 @@ def opponents(case, q, k, v, cu, bias=None, block_mask=None):
         except (AttributeError, RuntimeError):  # a PyTorch that compiles no kernels
             pass
     if case.page or case.cache:
-        return readers
+        return able_of(case, [lambda: FlashMla(case, q, k, ours.pages, ours.lists)] if takes_flashmla(case) else []) + readers
     plain = dataclasses.replace(case, option="") if case.option == cases.FP8 else case  # beside our e4m3 they take the same numbers in bf16
     fa4 = [lambda: Fa4(plain, q, k, v, cu, block_mask)] if has_fa4() and case.section != "decode" and plain.option in Fa4.options else []
     if cu is not None:
@@ -308,14 +375,4 @@ def opponents(case, q, k, v, cu, bias=None, block_mask=None):
         makers += [lambda: Flex(plain, q, k, v, block_mask)] if plain.option in Flex.options else []
         if case.section in ("wide", cases.FP32):  # the others have no kernels for it
             makers = [lambda: Efficient(plain, q, k, v, bias)] if plain.option in ("", *Efficient.options) else []
-    able = []
-    for make in makers:
-        try:
-            opponent = make()
-            opponent.forward()
-            able.append(opponent)
-        except RuntimeError:  # not for this shape
-            pass
-        except Exception as failure:  # of FlashAttention-4's compiler, or FlexAttention's
-            print(f"{case.name}: {type(failure).__name__}: {failure}", file=sys.stderr)
-    return able + readers
+    return able_of(case, makers) + readers

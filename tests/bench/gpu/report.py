@@ -13,7 +13,7 @@ from . import cases
 # Figures of others, in TFLOP/s or microseconds. Forward and backward rows come from the direct comparison with FA3, of which the guides draw pictures.
 PEERS = json.loads((Path(__file__).resolve().parents[3] / "docs" / "data" / "peers.json").read_text())
 PUBLISHED = {**json.loads((Path(__file__).parent / "published.json").read_text())["rows"], **PEERS["rows"]}
-RATIOS = ("fa2", "cudnn", "fa3", "fa4", "plain", "same", "flex", "read", "before")  # in row["ratios"]: how many times faster ours is
+RATIOS = ("fa2", "cudnn", "fa3", "fa4", "flashmla", "plain", "same", "flex", "read", "before")  # in row["ratios"]: how many times faster ours is
 
 
 def add_ratios(row):
@@ -78,7 +78,7 @@ def cell(value, form="{:.2f}"):
     return "-" if value is None else form.format(value)
 
 
-HEADINGS = ("ours us", "TFLOP/s", "FA2", "cuDNN", "x FA2", "x cuDNN", "x FA3", "x FA4", "x plain", "x same", "x flex", "x read", "x before")
+HEADINGS = ("ours us", "TFLOP/s", "FA2", "cuDNN", "x FA2", "x cuDNN", "x FA3", "x FA4", "x FlashMLA", "x plain", "x same", "x flex", "x read", "x before")
 
 
 def columns(row):
@@ -95,11 +95,11 @@ def line(row):
     most = 0.15 if row["option"] == cases.FP8 else 0.02  # operands of e4m3 are themselves 3 % off those of bf16
     if row.get("error", 0) > most or math.isnan(row.get("error", 0)):
         notes.append(f"WRONG: relative difference {row['error']:.1e}")
-    return f"{row['name']:44s}" + "".join(f"{value:>9s}" for value in columns(row)) + "  " + ", ".join(notes)
+    return f"{row['name']:44s}" + "".join(f"{value:>11s}" for value in columns(row)) + "  " + ", ".join(notes)
 
 
 def heading(section):
-    return f"\n{section:44s}" + "".join(f"{text:>9s}" for text in HEADINGS)
+    return f"\n{section:44s}" + "".join(f"{text:>11s}" for text in HEADINGS)
 
 
 def summary(rows, host):
