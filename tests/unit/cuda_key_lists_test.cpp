@@ -187,7 +187,7 @@ TEST(CudaKeyLists, LatentCachesNeedNoTables) {
     const ForwardPlan tables = forward_plan(p, h200());
     EXPECT_EQ(tables.family, Family::mla);
     EXPECT_FALSE(tables.finds_listed_keys);
-    EXPECT_EQ(kernel_name(p, tables), "mla_fwd_bf16_d576_listed");
+    EXPECT_EQ(kernel_name(p, tables), "mla_fwd_bf16_d576c_listed_split");
   }
 }
 

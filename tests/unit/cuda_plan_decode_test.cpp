@@ -189,6 +189,8 @@ TEST(CudaPlan, LatentCaches) {
     for (const int64_t seqlen_q : {1, 2, 3000}) EXPECT_EQ(family(latent_cache(seqlen_q, 5000, heads)), Family::mla);
   }
   MaskedProblem p = latent_cache(1, 5000, 16);
+  EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), "mla_fwd_bf16_d576c_split");
+  p.num_splits = 3;
   EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), "mla_fwd_bf16_d576_split");
   p = latent_cache(1, 5000, 16);
   p.v.data = static_cast<char *>(p.k.data) + 16;
@@ -207,9 +209,10 @@ TEST(CudaPlan, LatentCaches) {
 
 // CTAs that may form pairs: as many as there are partitions, whatever the bounds of lengths allow.
 TEST(CudaPlan, LatentPairs) {
-  for (const auto &[batch, keys, pairs] : {std::tuple{3, 512, true},
-                                           {3, 700, false},
-                                           {3, 400, false},
+  for (const auto &[batch, keys, pairs] : {std::tuple{3, 512, false},
+                                           {23, 512, true},
+                                           {23, 700, false},
+                                           {23, 400, false},
                                            {62, 5000, true},
                                            {61, 5000, false},
                                            {66, 5000, true},
@@ -234,7 +237,12 @@ TEST(CudaPlan, LatentWorkspace) {
       const ForwardPlan plan = forward_plan(p, h200());
       EXPECT_EQ(plan.row_blocks, (heads + 63) / 64);
       EXPECT_LE(plan.max_partitions, h200().multiprocessors);
-      EXPECT_LE(plan.max_partitions, batch * plan.row_blocks * (heads == 16 ? 64 : 16));
+      if (batch == 1) {  // three KV tiles of 128 each, in CTAs that do not add partials
+        EXPECT_TRUE(mla::kShapes[plan.shape].uses_combine_kernel);
+        EXPECT_EQ(plan.max_partitions << plan.coscheduled_log2, 43 * plan.row_blocks);
+        EXPECT_GT(plan.combine_ctas, 0);
+        EXPECT_EQ(plan.counters, 0);
+      }
       if (batch == 64) {
         EXPECT_EQ(plan.max_partitions << plan.coscheduled_log2, 128) << "shares that do not cross items";
       }

@@ -220,8 +220,12 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             mla.q_lengths.max_len = seqlen_q;
             for (const int64_t keys : {512, 1000}) {
               mla.k_lengths.max_len = keys;
-              const ForwardPlan plan = forward_plan(mla, device);
-              forward.insert({plan.family, plan.shape});
+              for (const int64_t batch : {p.batch, 24 / p.heads_k, int64_t{200}}) {  // few work tiles, some, and many
+                MaskedProblem latent = mla;
+                latent.batch = batch;
+                const ForwardPlan plan = forward_plan(latent, device);
+                forward.insert({plan.family, plan.shape});
+              }
               MaskedProblem same = mla;
               same.same_bits = same.batch_invariant = same.deterministic = true;
               for (const Dtype keys_of : {Dtype::bf16, Dtype::i8}) {
@@ -237,8 +241,11 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
           for (const Dtype dtype : {Dtype::bf16, Dtype::e4m3}) {
             ForwardProblem latent = forward_of(mla);
             latent.k.dtype = latent.v.dtype = dtype;
-            const ForwardPlan plan = forward_plan(latent, device);
-            forward.insert({plan.family, plan.shape});
+            for (const int64_t queries : {int64_t{1}, p.q_lengths.max_len}) {
+              latent.q_lengths.max_len = queries;
+              const ForwardPlan plan = forward_plan(latent, device);
+              forward.insert({plan.family, plan.shape});
+            }
             if (has_data_mask(latent) || latent.general_score() || latent.band.right < Band::kUnlimited) continue;
             latent.key_indices = {true, reinterpret_cast<const int32_t *>(&unreadable), 0, 512, 1, 512};
             const ForwardPlan listed = forward_plan(latent, device);

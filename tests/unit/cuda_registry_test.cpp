@@ -116,7 +116,8 @@ TEST(CudaSelect, TheNextKernelThatIsBuiltServes) {
   latent.heads_k = 1;
   latent.group = latent.heads_q;
   latent.v = latent.k;
-  EXPECT_EQ(forward_name(latent, h200()), "mla_fwd_bf16_d576_split");
+  EXPECT_EQ(forward_name(latent, h200()), "mla_fwd_bf16_d576c_split");
+  EXPECT_EQ(forward_name(latent, device_without("mla_fwd_bf16_d576c")), "mla_fwd_bf16_d576_split");
   EXPECT_EQ(forward_name(latent, device_without("mla")), "sm80_fwd_bf16_d576_512_split");
 }
 

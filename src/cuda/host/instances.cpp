@@ -133,14 +133,14 @@ decode::Kernels kernels(int shape, Dtype queries, Dtype keys) {
 }  // namespace extend
 
 namespace mla {
-using Forward = const void *();
-using Forward8Bit = const void *(bool i8);
+using Forward = decode::Kernels();
+using Forward8Bit = decode::Kernels(bool i8);
 FA_MLA_TABLE(FA_DECLARE_MLA)
 FA_MLA_8BIT_TABLE(FA_DECLARE_MLA_8BIT)
 static constexpr Forward *kForward[][2] = {FA_MLA_TABLE(FA_MLA)};
 static constexpr Forward8Bit *kForward8Bit[] = {FA_MLA_8BIT_TABLE(FA_MLA_8BIT)};
 
-const void *kernel(int shape, Dtype queries, Dtype keys) {
+decode::Kernels kernels(int shape, Dtype queries, Dtype keys) {
   return shape >= kFirst8Bit ? call(kForward8Bit[shape - kFirst8Bit], keys == Dtype::i8)
                              : call(kForward[shape][queries == Dtype::bf16]);
 }

@@ -20,10 +20,11 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   if (plan.tma_kv) {
     FA_RETURN_IF_ERROR(describe_kv(memory.driver, "k", p, p.k, p.head_dim, shape.head_dim, kBoxRows, params.k_map, error));
   }
+  const decode::Kernels instance = kernels(plan.shape, p.q.dtype, p.k.dtype);
   launches.add("MLA kernel",
-               {kernel(plan.shape, p.q.dtype, p.k.dtype), shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true,
-                plan.cluster},
-               &params);
+               {instance.attention, shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true, plan.cluster}, &params);
+  launches.add("combine kernel", {instance.combine, decode::kCombineThreads, 0, plan.combine_ctas, /*pdl=*/true},
+               static_cast<decode::Params *>(&params));
   return FA_OK;
 }
 

@@ -5,6 +5,7 @@
 
 #include "cuda/common/segments.h"
 #include "cuda/host/plan_stream_k.h"
+#include "cuda/kernels/decode/table.h"
 #include "cuda/kernels/mla/table.h"
 
 namespace fa::cuda {
@@ -27,6 +28,18 @@ void plan_segments(int64_t rows, const Device &device, StreamK &work, ForwardPla
   work.partials_per_partition = 1 + plan.stored_segments;
 }
 
+// Partitions whose partials a combine kernel adds. The longer they are, the fewer partials it has: the sum of both times is least where a
+// partition has some sqrt(iterations) / 4 KV tiles (measured: docs/notes/2026-11-22-latent.md).
+void plan_many_partials(const ForwardProblem &p, const Device &device, StreamK &work) {
+  const int64_t iterations = work.iterations - 1,
+                each = std::max<int64_t>(std::lround(std::sqrt(static_cast<double>(iterations)) / 4), 1);
+  work.ctas = device.multiprocessors;
+  work.max_partitions = std::min<int64_t>(work.ctas, work.tiles * ceil_div(iterations, each));
+  work.min_iterations_log2 = 0;
+  work.partials_per_partition = 2;
+  work.uniform = is_uniform(p);
+}
+
 }  // namespace
 
 bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
@@ -34,21 +47,26 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
   const int64_t rows = p.q_lengths.max_len * p.group;
   const std::span<const KernelRow> kernels = candidates(Family::mla, Pass::forward, needs);
   if (kernels.empty() || p.head_dim <= kNarrowLatent) return false;
-  const auto find = [&](bool pairs) {
+  const auto find = [&](bool pairs, bool combines) {
     int32_t n = 0;
-    while (n < mla::kNumShapes && (kShapes[n].pairs != pairs || kShapes[n].same_bits != p.same_bits ||
-                                   !can_run(kernels[static_cast<size_t>(n)], needs, device)))
+    while (n < mla::kNumShapes &&
+           (kShapes[n].pairs != pairs || kShapes[n].uses_combine_kernel != combines || kShapes[n].same_bits != p.same_bits ||
+            !can_run(kernels[static_cast<size_t>(n)], needs, device)))
       ++n;
     return n;
   };
   const bool kv_8bit = is_quantised(p.k.dtype);
-  const int32_t found = find(false);
+  int32_t found = find(false, false);
   if (found == mla::kNumShapes) return false;
+  const int64_t row_blocks = ceil_div(rows, kShapes[found].rows()), tiles = p.batch * p.heads_k * row_blocks;
+  // A few partials of a work tile are added by its last CTA, many by a combine kernel.
+  constexpr int64_t kManyPartials = 6;
+  if (!splits_by_sequence(p) && tiles * kManyPartials <= device.multiprocessors) {
+    if (const int32_t combining = find(false, true); combining < mla::kNumShapes) found = combining;
+  }
   const Shape &shape = kShapes[found];
-  const int64_t row_blocks = ceil_div(rows, shape.rows()),
-                iterations = ceil_div(p.k_lengths.max_len, shape.same_bits ? kLatentSegmentKeys : shape.keys) + 1;
+  const int64_t iterations = ceil_div(p.k_lengths.max_len, shape.same_bits ? kLatentSegmentKeys : shape.keys) + 1;
   if (p.batch * p.heads_k > kMaxWorkUnits / iterations / row_blocks) return false;
-  const int64_t tiles = p.batch * p.heads_k * row_blocks;
 
   plan.family = Family::mla;
   plan.shape = found;
@@ -75,13 +93,15 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
   // The rows of one query all see the same keys. Two blocks of them that read these at the same time share what L2 reads.
   work.max_coscheduled_log2 = p.q_lengths.max_len == 1 && row_blocks % 2 == 0 ? 1 : 0;
   if (shape.same_bits) plan_segments(rows, device, work, plan);
+  if (shape.uses_combine_kernel) plan_many_partials(p, device, work);
   plan_partition(work, p, plan);
+  if (shape.uses_combine_kernel) plan_combine(work, p, rows, decode::kCombineMinCtas * int64_t{device.multiprocessors}, plan);
   if (shape.same_bits) reserve_totals(work.rows, work.columns, plan);
   // A CTA for every split: one that waits for others must have started after them.
   if (plan.fixed_splits > 0) plan.blocks = tiles * plan.fixed_splits;
   // Where every work tile gets two partitions, as far as the host knows, the CTAs that have them are a cluster.
-  const int32_t paired = find(true);
-  if (paired < mla::kNumShapes && plan.fixed_splits == 0 && plan.coscheduled_log2 == 0 &&
+  const int32_t paired = find(true, false);
+  if (!shape.uses_combine_kernel && paired < mla::kNumShapes && plan.fixed_splits == 0 && plan.coscheduled_log2 == 0 &&
       std::min<int64_t>(plan.max_partitions, tiles * (iterations - 1) >> plan.min_iterations_log2) == 2 * tiles) {
     plan.shape = paired;
     plan.cluster = 2;

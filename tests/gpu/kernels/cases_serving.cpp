@@ -230,13 +230,17 @@ void add_page_cases(std::vector<Case> &all) {
 }
 
 void add_latent_cases(std::vector<Case> &all) {
-  // Latent caches: less than a row block, and one and a half; NaN that some tokens see and others do not.
+  // Latent caches: less than a row block, and one and a half; NaN that some tokens see and others do not. Few work tiles, whose partials a
+  // combine kernel adds; the same in splits, which the last CTA adds; so many that each has two CTAs.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
-    for (const auto &[heads, keys] : {std::pair{12, 900}, {24, 900}, {24, 512}}) {  // the last one has two CTAs per row block
-      Case c = latent_case("every mla kernel", all, dtype, 2, heads);
+    for (const auto &[batch, heads, keys, num_splits] :
+         {std::tuple{2, 12, 900, 0}, {2, 24, 900, 0}, {2, 24, 900, 3}, {12, 24, 512, 0}}) {
+      Case c = latent_case("every mla kernel", all, dtype, batch, heads);
       c.q.seqlen = 4;
       c.k.seqlen = keys;
-      c.k.used = {keys, keys == 512 ? 490 : 130};
+      c.k.used.assign(static_cast<size_t>(batch), keys);
+      c.k.used[1] = keys == 512 ? 490 : 130;
+      c.num_splits = num_splits;
       all.push_back(c);
       add_with_bytes(c, all);
     }

@@ -109,7 +109,7 @@ class Combine {
   }
 
  private:
-  static constexpr int kPartialsInFlight = C::kSameBits ? 8 : 6;
+  static constexpr int kPartialsInFlight = C::kPartialsInFlight;
 
   // Recomputes the split by the scheduler's own arithmetic, before the wait for the main kernel.
   __device__ __forceinline__ SplitTile find_split_tile(int index) {
@@ -235,9 +235,9 @@ class Combine {
   int first_partial_, next_partial_, partial_step_;  // indices of the partials: first, second, and the stride from then on
 };
 
-// For FA_FLAG_SAME_BITS four CTAs on an SM, not six: a warp holds more partials in registers (fold_warp_by_warp).
+// Where a warp holds more partials in registers, four CTAs on an SM, not six.
 template <class C>
-__global__ void __launch_bounds__(kCombineThreads, C::kSameBits ? 4 : kCombineMinCtas)
+__global__ void __launch_bounds__(kCombineThreads, C::kPartialsInFlight > 6 ? 4 : kCombineMinCtas)
     combine_partials(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {

@@ -35,6 +35,7 @@ struct Config {
   static constexpr bool kClustered = kClustered_;
   static constexpr bool kSameBits = false;                 // no kernel for FA_FLAG_SAME_BITS
   static constexpr bool kUsesCombineKernel = !kClustered;  // partials go through the workspace, not through DSMEM
+  static constexpr int kPartialsInFlight = 6;              // of a warp of the combine kernel
   static constexpr bool kHasRowBlocks = k8BitKv,
                         kInterleaveRowBlocks = false;  // whether the rows of a head are cut into row blocks (row_block_of)
 

@@ -17,7 +17,8 @@ using decode::Keys;
 
 // Describes a work unit to the consumers: a part of a work tile (64 rows of one KV head, and all keys that they see) that lies in one stream-K partition.
 //
-// The CTA with the work tile's last keys combines the partials of the others and stores the result. A unit that does not hold the last keys
+// Kernels with a combine kernel: a unit that is not the whole work tile, for which `tile_continues` is set, stores partial number `partial`.
+// Else the CTA with the work tile's last keys combines the partials of the others and stores the result. A unit that does not hold the last keys
 // stores partial number `partial` and counts it at `counter`. Before that, or before the result, `partials` partials are added to the unit's own
 // accumulators, once the counter `awaited_counter` has reached that number: the last of every `partial_step` of them from
 // `first_partial` on, and the one before this unit's.
@@ -29,7 +30,7 @@ struct WorkUnitDescriptor : decode::WorkDescriptor {
 };
 
 template <typename Element_, Format kFormat_, int kD_, int kDv_, int kKeys_, int kStages_, int kQRegisterAtoms_, bool kPairs_,
-          bool kLists_, bool kSameBits_>
+          bool kLists_, bool kSameBits_, bool kUsesCombineKernel_>
 struct Config {
   static constexpr Format kFormat = kFormat_;  // of K
   static constexpr bool k8BitKv = kFormat != Format::same;
@@ -38,6 +39,7 @@ struct Config {
   static constexpr int kD = kD_, kDv = kDv_, kKeys = kKeys_, kStages = kStages_, kQRegisterAtoms = kQRegisterAtoms_;
   static constexpr bool kSameBits = kSameBits_;  // for FA_FLAG_SAME_BITS (segments.cuh)
   static constexpr bool kPairs = kPairs_;
+  static constexpr bool kUsesCombineKernel = kUsesCombineKernel_;  // partials are added by a kernel of its own
   static constexpr bool kLists = kLists_;  // keys are those that each query lists; else contiguous, or in pages
   // Row blocks are not interleaved first with last: all see about the same number of keys.
   static constexpr bool kInterleaveRowBlocks = false;
@@ -58,7 +60,16 @@ struct Config {
   static constexpr int kSharedBytes = sizeof(Storage) + (kSameBits ? sizeof(SegmentStorage) : 0);
   static_assert(kPartialBytes / 2 <= kTileBytes, "the DSMEM buffer is one stage of K");
   static_assert(!kSameBits || (!kPairs && !kLists && alignof(Storage) >= alignof(SegmentStorage)));
+  static_assert(!kUsesCombineKernel || (!kPairs && !kLists && !kSameBits));
   static_assert(kKeys == 64 && kStages == 2 && kProducerWarps == 2 * kStages, "one producer warp for each half of a stage");
+};
+
+// The same for the combine kernel (decode/combine.cuh), which knows partials alone and treats a CTA's rows as those of one warp.
+template <class C>
+struct CombineConfig : C {
+  static constexpr int kD = C::kDv;
+  static constexpr bool kHasRowBlocks = true;
+  static constexpr int kWarpRows = C::kRows, kRowWarps = 1, kMinCtas = 1, kCapability = 90, kPartialsInFlight = 12;
 };
 
 // The wgmma descriptor of a K tile in row groups, with either its columns summed over (K-major, for S) or its rows (MN-major, for P V).

@@ -15,14 +15,15 @@
 // Shared memory: 2 K tiles [64][576] | Q [64][320] (the other columns in registers) | P [2][64][64] | rescale factors, mbarriers, work units
 //
 // Work is partitioned by the stream-K scheduler of the decode kernels. The CTA with the last keys of a work tile keeps its accumulators in
-// registers and adds the partials of the other CTAs to them; with many partials, some CTAs add groups of them first. A row's maximum is its
-// own, and depends only on the row's keys so far. So the bits of a row depend only on its keys and on where they are split. Kernels for
+// registers and adds the partials of the other CTAs to them; with many partials, some CTAs add groups of them first, or, with few work tiles, a
+// combine kernel adds all. A row's maximum is its own, and depends only on the row's keys so far. So the bits of a row depend only on its keys and on where they are split. Kernels for
 // FA_FLAG_SAME_BITS split keys at fixed places, and fold what they have of each part in order (segments.cuh).
 #pragma once
 
 #include "cuda/common/cluster.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/wgmma.cuh"
+#include "cuda/kernels/decode/combine.cuh"
 #include "cuda/kernels/mla/producer.cuh"
 #include "cuda/kernels/mla/pv_warpgroups.cuh"
 #include "cuda/kernels/mla/softmax_warpgroup.cuh"
@@ -81,14 +82,14 @@ __global__ void __launch_bounds__(C::kThreads, 1) mla(const __grid_constant__ Pa
 #endif
 }
 
-// The kernel of a row of the table, for one type of operands of the MMA and of K.
+// The kernels of a row of the table, for one type of operands of the MMA and of K.
 template <typename Element, int kShapeIndex, Format kFormat = Format::same>
-const void *instance() {
+decode::Kernels instance() {
   constexpr Shape kShape = kShapes[kShapeIndex];
   using ThisConfig = Config<Element, kFormat, kShape.head_dim, kShape.head_dim_v, kShape.keys, kShape.stages, kShape.held,
-                            kShape.pairs, kShape.lists, kShape.same_bits>;
+                            kShape.pairs, kShape.lists, kShape.same_bits, kShape.uses_combine_kernel>;
   static_assert(ThisConfig::kSharedBytes == kShape.shared_bytes() && ThisConfig::kThreads == kShape.threads());
-  return reinterpret_cast<const void *>(&mla<ThisConfig>);
+  return {reinterpret_cast<const void *>(&mla<ThisConfig>), decode::combine_kernel<CombineConfig<ThisConfig>>()};
 }
 
 }  // namespace fa::cuda::mla

@@ -23,7 +23,7 @@ struct Params : decode::Params {
   float4 *totals;
 };
 
-// The kernel's address for cudaLaunchKernel, null if this build does not contain it. `shape` indexes kShapes.
-const void *kernel(int shape, Dtype queries, Dtype keys);
+// As for the decode kernels. `shape` indexes kShapes.
+decode::Kernels kernels(int shape, Dtype queries, Dtype keys);
 
 }  // namespace fa::cuda::mla

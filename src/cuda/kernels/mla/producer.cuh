@@ -28,6 +28,11 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     // Lengths on the device may still be written by the previous launch, and are read first. The other warps wait for a work unit.
     if (!decode::lengths_known<C>(p_)) pdl_wait();
     Scheduler work(a_);
+    if (C::kUsesCombineKernel && static_cast<int>(blockIdx.x >> work.coscheduled_log2()) >= work.partitions() &&
+        threadIdx.x % 128 == 0) {
+      pdl_wait();
+      work.publish_no_tile();
+    }
     this->for_each_work_unit(work, [&](int partition) {
       pdl_wait();
       // A query with a list of its own is a sequence. Its place is that of the sequence whose keys it lists (host/key_lists.h).
@@ -86,6 +91,10 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
       publish_segments(n, work.partial_of(a_, partition));
       return false;
     }
+    if constexpr (C::kUsesCombineKernel) {
+      publish_partial(n, work, partition);
+      return false;
+    }
     // The unit is number `index` of its work tile; `partials` units come before the last one, which combines them in groups of `group_size`.
     const int first_partition = work.partition_of(work_unit_.tile_begin), index = partition - first_partition,
               partials = work.partition_of(work_unit_.tile_end - 1) - first_partition,
@@ -122,6 +131,28 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     }
     __syncwarp();
     return pair;
+  }
+
+  // The same where a combine kernel adds the partials. Where it cannot compute the work tile itself, the tile is published, too.
+  __device__ __forceinline__ void publish_partial(uint32_t n, const Scheduler &work, int partition) const {
+    if (lane_ == 0) {
+      WorkUnitDescriptor &work_unit = this->descriptor(n & 1);
+      this->fill_descriptor(work_unit);
+      work_unit.tile_continues = rows_ > 0 && !work_unit_.whole();
+      work_unit.partial = work.partial_of(a_, partition, work_unit_.begin == work_unit_.tile_begin);
+      work_unit.partials = 0;
+      work_unit.pair = false;
+      mbarrier_arrive(this->work_full(n & 1));
+      if (work.publishes_tile(work_unit_, work_unit_.end == work.partition_begin(partition + 1))) {
+        decode::SplitTile tile{};
+        tile.q_start = q_start_;
+        tile.head = head_;
+        tile.first_row = this->row0_;
+        tile.rows = max(rows_, 0);
+        work.publish_tile(tile, work_unit_, partition);
+      }
+    }
+    __syncwarp();
   }
 
   // The same for FA_FLAG_SAME_BITS: each CTA takes over the total of the partition before it. Where no row is used there is none.

@@ -169,7 +169,11 @@ class PvWarpgroups {
     }
     if (has_rows()) {
       if (work_->tile_continues) {
-        store_partial(work_->partial);
+        if constexpr (C::kUsesCombineKernel) {
+          store_partial_by_row(work_->partial);
+        } else {
+          store_partial(work_->partial);
+        }
       } else {
         const int peer_half = C::kPairs && work_->pair ? cluster_cta_rank() ^ 1 : -1;
         if (peer_half != 0) store_half<0>();
@@ -177,7 +181,7 @@ class PvWarpgroups {
       }
     }
     mbarrier_arrive(cta_.epilogue_empty());
-    if (work_->tile_continues && threadIdx.x == 0) {
+    if (!C::kUsesCombineKernel && work_->tile_continues && threadIdx.x == 0) {
       mbarrier_wait(cta_.epilogue_empty(), parity);
       count_released(a_.counters + work_->counter);
     }
@@ -263,6 +267,20 @@ class PvWarpgroups {
 #pragma unroll
     for (int j = 0; j < C::kColumns / 8; ++j)
       dst[j * C::kPvThreads] = {out(4 * j), out(4 * j + 1), out(4 * j + 2), out(4 * j + 3)};
+  }
+
+  // For the combine kernel: row-major. This lane has two of each eight columns. 8-bit V is descaled here.
+  __device__ __forceinline__ void store_partial_by_row(int partial) const {
+    const float descale = C::k8BitKv ? head_descale(a_.v_descale, cta_.descale_batch(*work_), work_->head) : 1.f;
+    const auto scaled = [&](float x) { return C::k8BitKv ? x * descale : x; };
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      auto *dst =
+          reinterpret_cast<float2 *>(a_.partial_out + (int64_t{partial} * C::kRows + row_of(r)) * C::kDv + wg() * C::kColumns) +
+          (opaque(lane_) & 3);
+#pragma unroll
+      for (int j = 0; j < C::kColumns / 8; ++j) dst[j * 4] = {scaled(out(4 * j + 2 * r)), scaled(out(4 * j + 2 * r + 1))};
+    }
   }
 
   // Adds the partials of the partitions before, in the order of their keys, to this CTA's accumulators. They come through the memory of the K

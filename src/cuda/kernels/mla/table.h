@@ -22,6 +22,7 @@ struct Shape {
   bool pairs;                            // clusters of two CTAs share a work tile
   bool lists;                            // keys are those that each query lists
   bool same_bits;                        // for FA_FLAG_SAME_BITS (segments.cuh)
+  bool uses_combine_kernel;              // stores all partials of a work tile for the combine kernel (../decode/combine.cuh)
   int32_t kv_bytes;                      // of an element of K
   int32_t storage_bytes, most_partials;  // SharedStorage, and behind it SegmentStorage with same_bits
 
@@ -31,17 +32,18 @@ struct Shape {
   constexpr int32_t shared_bytes() const { return storage_bytes; }
 };
 
-// X(name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits)
+// X(name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits, uses_combine_kernel)
 // The build looks for lines that begin with X(.
 // clang-format off
 #define FA_MLA_TABLE(X) \
-  X(d576, 576, 512, 64, 2, 4, false, false, false) \
-  X(d576p, 576, 512, 64, 2, 4, true, false, false) \
-  X(d576l, 576, 512, 64, 2, 4, false, true, false) \
-  X(d576s, 576, 512, 64, 2, 4, false, false, true)
+  X(d576, 576, 512, 64, 2, 4, false, false, false, false) \
+  X(d576p, 576, 512, 64, 2, 4, true, false, false, false) \
+  X(d576c, 576, 512, 64, 2, 4, false, false, false, true) \
+  X(d576l, 576, 512, 64, 2, 4, false, true, false, false) \
+  X(d576s, 576, 512, 64, 2, 4, false, false, true, false)
 
-#define FA_MLA_SHAPE_OF(kv_bytes, name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits)                             \
-  {#name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits, kv_bytes,                                                \
+#define FA_MLA_SHAPE_OF(kv_bytes, name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits, uses_combine_kernel)        \
+  {#name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits, uses_combine_kernel, kv_bytes,                           \
    static_cast<int32_t>(sizeof(SharedStorage<head_dim, head_dim_v, keys, stages, held>) + (same_bits ? sizeof(SegmentStorage) : 0)), \
    SharedStorage<head_dim, head_dim_v, keys, stages, held>::most_partials()},
 #define FA_MLA_SHAPE(...) FA_MLA_SHAPE_OF(2, __VA_ARGS__)

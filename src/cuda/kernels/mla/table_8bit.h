@@ -3,10 +3,11 @@
 // for queries of either 16-bit type) and by table.h.
 #pragma once
 
-// X(name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits)
+// X(name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits, uses_combine_kernel)
 // clang-format off
 #define FA_MLA_8BIT_TABLE(X) \
-  X(d576, 576, 512, 64, 2, 4, false, false, false) \
-  X(d576l, 576, 512, 64, 2, 4, false, true, false) \
-  X(d576s, 576, 512, 64, 2, 4, false, false, true)
+  X(d576, 576, 512, 64, 2, 4, false, false, false, false) \
+  X(d576c, 576, 512, 64, 2, 4, false, false, false, true) \
+  X(d576l, 576, 512, 64, 2, 4, false, true, false, false) \
+  X(d576s, 576, 512, 64, 2, 4, false, false, true, false)
 // clang-format on
