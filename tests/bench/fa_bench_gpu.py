@@ -135,7 +135,7 @@ def contenders_of(case, context, before=None, alone=False):
 
 def largest_difference(case, contenders):
     """Relative difference between our results and those of the first opponent; None without one that does the same."""
-    if case.option == "dropout":  # of other elements
+    if case.option == "dropout" or (case.latent and case.cache and not case.listed):  # of other elements; of 8-bit queries
         return None
     reference = next((kept[0] for name, kept in contenders.items() if name in ("fa2", "cudnn", "efficient", "fa4", "flex", "flashmla")), None)
     if reference is None:

@@ -284,6 +284,7 @@ def decode(quick: bool) -> List[Case]:
     rows += [paged(32, 8192, tokens=tokens, head_dim=512, heads=16, heads_k=2, option="e4m3") for tokens in (1, 4)]
     rows += [latent(64, 64, page=page) for page in (0, 1, 16)] + [latent(64, 16, tokens=2), latent(64, 64, tokens=2)]
     rows += [latent(128, 128, 4096), latent(64, 128, tokens=2), latent(32, 128, tokens=4)]
+    rows += [latent(64, heads, option="e4m3") for heads in (16, 64, 128)] + [latent(1, 16, option="e4m3")]
     rows += [latent(1, heads, n) for heads in (16, 128) for n in (8192, 131072)] + [latent(64, 64, option=INVARIANT)]
     rows += [paged(b, n, option=INVARIANT) for b, n in ((1, 131072), (32, 8192))]
     rows += [paged(b, n, option=LENGTHS) for b, n in ((1, 2048), (1, 8192), (1, 131072), (32, 8192))]

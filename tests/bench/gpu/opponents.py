@@ -235,7 +235,8 @@ class Fa2Packed:
 
 class FlashMla:
     """DeepSeek's kernels for latent caches, as vLLM's wheel has them: vllm/_flashmla_C.abi3.so, PyTorch's stable ABI. Each query of a sequence that
-    lists its keys lists `lists`; decoding from lists needs FlashMLA's own cache of 512 e4m3 numbers, 4 factors and 64 bf16 numbers a key."""
+    lists its keys lists `lists`; decoding from lists needs FlashMLA's own cache of 512 e4m3 numbers, 4 factors and 64 bf16 numbers a key. Decoding of
+    all keys of an e4m3 cache is in the module beside it, and takes e4m3 queries."""
 
     name = "flashmla"
     library = os.environ.get("FLASHMLA_LIBRARY", "")
@@ -247,6 +248,7 @@ class FlashMla:
         self.schedule = self.splits = None  # its kernels make them in the first call
         self.lengths = torch.full((case.batch,), case.seqlen_k, dtype=torch.int32, device=q.device)
         self.prefill = case.listed > 0 and case.seqlen_q >= 16
+        self.extension = None
         if self.prefill:
             self.q, self.k = q[0], k.reshape(-1, 1, case.head_dim)
             self.rows = self.rows_of(lists, case.page)[0, :, None].contiguous()
@@ -257,6 +259,11 @@ class FlashMla:
             self.rows = self.rows_of(lists, case.page)
         else:
             self.k, self.rows = k, None
+            if case.cache:
+                torch.ops.load_library(self.library.replace("_flashmla_C", "_flashmla_extension_C"))
+                self.extension, self.q = torch.ops._flashmla_extension_C, q.to(torch.float8_e4m3fn)
+                self.schedule, self.splits = self.extension.get_mla_decoding_metadata_dense_fp8(self.lengths, case.seqlen_q * case.heads_q, 1)
+                self.one = torch.ones(1, device=q.device)
 
     def rows_of(self, lists, page):
         """The cache's rows of the listed keys of each sequence."""
@@ -267,6 +274,9 @@ class FlashMla:
     def forward(self):
         if self.prefill:
             return self.kernels.sparse_prefill_fwd(self.q, self.k, self.rows, self.scale, 512, None, None, None)[0][None]
+        if self.extension is not None:
+            return self.extension.fwd_kvcache_mla_fp8(self.q, self.k, 512, self.lengths, self.pages, self.scale, self.causal, self.schedule,
+                                                      self.splits, self.one, self.one)[0]
         if self.rows is not None:
             results = self.kernels.sparse_decode_fwd(self.q, self.k, self.rows, None, None, self.schedule, self.splits, None, None, None, 512,
                                                      self.scale, None, False)
@@ -346,8 +356,8 @@ def able_of(case, makers):
 def takes_flashmla(case):
     if not FlashMla.library or not case.latent or case.page != 64 or case.option not in ("", "e4m3"):
         return False
-    # Its prefill takes bf16, its decoding from lists 8 bits alone; without lists it takes bf16.
-    return bool(case.option) == bool(case.listed and case.seqlen_q < 16)
+    # From lists its prefill takes bf16, its decoding 8 bits alone.
+    return not case.listed or bool(case.option) == (case.seqlen_q < 16)
 
 
 def opponents(case, q, k, v, cu, ours):
