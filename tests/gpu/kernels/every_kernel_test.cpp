@@ -31,17 +31,22 @@
 namespace parity {
 namespace {
 
-// Names of the kernels that a device with or without sm_90a runs, without the suffixes that tell how they were launched.
-std::set<std::string> all_kernels(bool sm90, fa::cuda::IsBuilt is_built = fa::cuda::everything_is_built) {
+constexpr fa_dtype kDtypes[] = {FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16};
+
+// Names of the kernels that a device with or without sm_90a runs, without the suffixes that tell how they were launched. Their results are of one of
+// `dtypes`.
+std::set<std::string> all_kernels(bool sm90, fa::cuda::IsBuilt is_built, const std::vector<fa_dtype> &dtypes) {
   using fa::Dtype;
+  const auto wanted = [&](fa_dtype dtype) { return std::find(dtypes.begin(), dtypes.end(), dtype) != dtypes.end(); };
   std::set<std::string> names;
   for (const fa::cuda::KernelRow &kernel : fa::cuda::all_kernels()) {
     if (kernel.sm90a && !sm90) continue;
     const auto add = [&](Dtype q, Dtype k, Dtype out) {
       if (is_built(kernel, instance_dtype(kernel, q, out))) names.insert(kernel_name(kernel, q, k, out));
     };
-    if (kernel.operands & fa::cuda::kFp32) add(Dtype::f32, Dtype::f32, Dtype::f32);
+    if (kernel.operands & fa::cuda::kFp32 && wanted(FA_FLOAT32)) add(Dtype::f32, Dtype::f32, Dtype::f32);
     for (const Dtype dtype : {Dtype::f16, Dtype::bf16}) {
+      if (!wanted(dtype == Dtype::f16 ? FA_FLOAT16 : FA_BFLOAT16)) continue;
       if (kernel.operands & fa::cuda::k16Bit) add(dtype, dtype, dtype);
       if (kernel.operands == fa::cuda::kFp8) add(Dtype::e4m3, Dtype::e4m3, dtype);
       if (kernel.operands != fa::cuda::k8BitKv) continue;
@@ -63,6 +68,11 @@ std::vector<Case> cases() {
                     &add_same_bits_latent_cases, &add_page_cases, &add_latent_cases, &add_key_list_cases})
     add(all);
   return all;
+}
+std::vector<Case> cases(fa_dtype dtype) {
+  std::vector<Case> of_dtype = cases();
+  std::erase_if(of_dtype, [&](const Case &c) { return c.dtype != dtype; });
+  return of_dtype;
 }
 
 fa::cuda::Device this_device(cudaDeviceProp &properties) {
@@ -177,8 +187,7 @@ std::set<std::string> run_jvp(const ClaimedDevice *only, bool expected, const in
   return seen;
 }
 
-std::vector<std::string> missed(const std::set<std::string> &seen, bool sm90) {
-  const std::set<std::string> all = all_kernels(sm90);
+std::vector<std::string> missed(const std::set<std::string> &seen, const std::set<std::string> &all) {
   std::vector<std::string> names;
   std::set_difference(all.begin(), all.end(), seen.begin(), seen.end(), std::back_inserter(names));
   return names;
@@ -227,7 +236,8 @@ TEST(EveryKernel, CasesReachEveryLine) {
     EXPECT_EQ(fa::cuda::plan_jvp(jvp, fa::cuda::kDevices[0].device, plan, error), FA_OK) << error.text << ": " << describe(c);
     seen.insert(fa::cuda::kernel_name(jvp, plan));
   }
-  EXPECT_EQ(missed(seen, true), std::vector<std::string>()) << "lines of the tables that no problem reaches";
+  const std::set<std::string> all = all_kernels(true, fa::cuda::everything_is_built, {std::begin(kDtypes), std::end(kDtypes)});
+  EXPECT_EQ(missed(seen, all), std::vector<std::string>()) << "lines of the tables that no problem reaches";
 }
 
 // Needs no GPU. References to instances are weak: one whose name is not the table's is null, as if it had been left out.
@@ -277,19 +287,26 @@ std::vector<Data> with_references(const std::vector<Case> &of) {
   return problems;
 }
 
-TEST(EveryKernel, MatchesTheReference) {
+std::string name_of(fa_dtype dtype) { return dtype == FA_FLOAT32 ? "Float32" : dtype == FA_FLOAT16 ? "Float16" : "Bfloat16"; }
+
+class EveryKernelOfDtype : public ::testing::TestWithParam<fa_dtype> {};
+
+TEST_P(EveryKernelOfDtype, MatchesTheReference) {
   if (!gpu::no_gpu().empty()) GTEST_SKIP() << gpu::no_gpu();
-  const std::vector<Data> problems = with_references(cases());
+  const std::vector<Data> problems = with_references(cases(GetParam()));
   std::set<std::string> seen;
   for (const std::string &name : run(problems, nullptr, true)) seen.insert(without("_ordered", name));
-  seen.merge(run_jvp(nullptr, true));
-  const std::set<std::string> all = all_kernels(has_sm90(), fa::cuda::is_instance_built);
+  const int64_t dtype = GetParam();
+  seen.merge(run_jvp(nullptr, true, &dtype));
+  const std::set<std::string> all = all_kernels(has_sm90(), fa::cuda::is_instance_built, {GetParam()});
   if (all.empty()) GTEST_SKIP() << "no kernel of this build runs on this GPU";
-  std::vector<std::string> never;
-  std::set_difference(all.begin(), all.end(), seen.begin(), seen.end(), std::back_inserter(never));
+  const std::vector<std::string> never = missed(seen, all);
   EXPECT_EQ(never, std::vector<std::string>()) << "lines of the tables that no problem reaches on these devices";
   std::printf("%zu of %zu kernels ran\n", all.size() - never.size(), all.size());
 }
+
+INSTANTIATE_TEST_SUITE_P(All, EveryKernelOfDtype, ::testing::ValuesIn(kDtypes),
+                         [](const ::testing::TestParamInfo<fa_dtype> &info) { return name_of(info.param); });
 
 // The same without references on the host, which take long, and divided into tests that can run concurrently: for compute-sanitizer.
 class EveryKernelOf : public ::testing::TestWithParam<std::tuple<const ClaimedDevice *, fa_dtype>> {};
@@ -299,9 +316,7 @@ TEST_P(EveryKernelOf, Runs) {
   const auto [device, dtype] = GetParam();
   if (device->sm90 && !has_sm90()) GTEST_SKIP() << "not a Hopper GPU";
   std::vector<Data> problems;
-  for (const Case &c : cases()) {
-    if (c.dtype == dtype) problems.push_back(make_data(c, nullptr, false));
-  }
+  for (const Case &c : cases(dtype)) problems.push_back(make_data(c, nullptr, false));
   std::set<std::string> ran = run(problems, device, false);
   const int64_t of_dtype = dtype;
   ran.merge(run_jvp(device, false, &of_dtype));
@@ -312,11 +327,9 @@ TEST_P(EveryKernelOf, Runs) {
 INSTANTIATE_TEST_SUITE_P(All, EveryKernelOf,
                          ::testing::Combine(::testing::Values(&kDevices[0], &kDevices[1], &kDevices[2], &kDevices[3],
                                                               &kDevices[4], &kDevices[5], &kDevices[6]),
-                                            ::testing::Values(FA_FLOAT32, FA_FLOAT16, FA_BFLOAT16)),
+                                            ::testing::ValuesIn(kDtypes)),
                          [](const ::testing::TestParamInfo<EveryKernelOf::ParamType> &info) {
-                           const fa_dtype dtype = std::get<1>(info.param);
-                           const std::string name = std::get<0>(info.param)->name;
-                           return name + (dtype == FA_FLOAT32 ? "_Float32" : dtype == FA_FLOAT16 ? "_Float16" : "_Bfloat16");
+                           return std::get<0>(info.param)->name + ("_" + name_of(std::get<1>(info.param)));
                          });
 
 }  // namespace
