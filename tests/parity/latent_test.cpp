@@ -124,22 +124,81 @@ TEST_P(Latent, ManyPartials) {
   }
 }
 
-// Two CTAs per row block, which exchange halves of their results. With other lengths on the device than planned they do not.
+// Two CTAs per row block of many, which exchange halves of their results. With other lengths on the device than planned they do not. Those of few
+// row blocks store partials for another kernel.
 TEST_P(Latent, Pairs) {
-  for (int64_t n = 0; n < 5; ++n) {
+  for (int64_t n = 0; n < 7; ++n) {
     Case c = base("latent: pairs");
     c.seed += n;
-    c.batch = 2;
+    c.batch = n < 5 ? 24 : 2;
     c.q.seqlen = n % 2 == 0 ? 2 : 1;
-    c.heads_q = std::vector<int64_t>{2, 20, 12, 72, 12}[n];
+    c.heads_q = std::vector<int64_t>{2, 20, 12, 72, 12, 72, 12}[static_cast<size_t>(n)];
     c.k.seqlen = 512;
     c.k.used = {};
     if (n == 1) c.page_size = 16;
     if (n == 2) c.sink = 1;
-    if (n == 3) c.k.used = {449, 512};
-    if (n == 4) c.k.used = {512, 100};
+    if (n >= 3) c.k.used.assign(static_cast<size_t>(c.batch), 512);
+    if (n >= 3) c.k.used[n % 2] = n % 2 == 1 ? 449 : 100;
     EXPECT_TRUE(check(backend(), c));
   }
+}
+
+// Caches of 8 bits: one token of up to 16 heads, which other kernels serve than more rows; descales by head or by row.
+TEST_P(Latent, Bytes) {
+  int64_t n = 0;
+  for (const auto &[seqlen_q, heads] : {std::pair{1, 3}, {1, 8}, {1, 16}, {1, 17}, {2, 8}, {1, 64}}) {
+    for (const fa_dtype key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
+      for (const int64_t descale : {0, 1, 2}) {
+        Case c = base("latent: bytes");
+        c.seed += n;
+        c.dtype = n % 2 == 0 ? FA_BFLOAT16 : FA_FLOAT16;
+        c.key_dtype = key_dtype;
+        c.descale = descale;
+        c.factor_range = descale == 2 ? 6 : 0;
+        c.heads_q = heads;
+        c.q.seqlen = seqlen_q;
+        c.nan_keys = key_dtype == FA_FLOAT8_E4M3;
+        const int64_t other = n++ % 7;
+        if (other == 1) c.page_size = 64;
+        if (other == 2) c.page_size = 3;
+        if (other == 3) c.sink = 1;
+        if (other == 4) c.softcap = 5;
+        if (other == 5) c.window_left = 90;
+        if (other == 6) c.num_splits = 3;
+        EXPECT_TRUE(check(backend(), c));
+      }
+    }
+  }
+}
+
+// The same with other widths, packed, and over so many keys that their partials are many.
+TEST_P(Latent, BytesOfOtherShapes) {
+  for (const auto &[head_dim, head_dim_v] : {std::pair{576, 512}, {560, 512}, {576, 64}, {528, 496}, {384, 256}, {512, 512}}) {
+    Case c = base("latent: widths of bytes");
+    c.key_dtype = FA_FLOAT8_E4M3;
+    c.descale = 1;
+    c.head_dim = head_dim;
+    c.head_dim_v = head_dim_v;
+    c.q.seqlen = 1;
+    EXPECT_TRUE(check(backend(), c));
+    c.k.layout = kBhsd;
+    c.batch = 1;
+    c.k.seqlen = 7000;
+    c.k.used = {6990};
+    EXPECT_TRUE(check(backend(), c));
+    c.flags = FA_FLAG_BATCH_INVARIANT;
+    EXPECT_TRUE(check(backend(), c));
+  }
+  Case c = base("latent: packed bytes");
+  c.key_dtype = FA_INT8;
+  c.descale = 1;
+  c.q.packed = c.k.packed = 1;
+  c.q.slots = {1, 0, 1};
+  c.k.slots = {300, 20, 700};
+  c.q.used = {1, 0, 1};
+  c.k.used = {290, 20, 700};
+  c.nan_keys = 0;
+  EXPECT_TRUE(check(backend(), c));
 }
 
 TEST_P(Latent, LargeLogits) {

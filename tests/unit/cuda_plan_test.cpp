@@ -241,7 +241,7 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
           for (const Dtype dtype : {Dtype::bf16, Dtype::e4m3}) {
             ForwardProblem latent = forward_of(mla);
             latent.k.dtype = latent.v.dtype = dtype;
-            for (const int64_t queries : {int64_t{1}, p.q_lengths.max_len}) {
+            for (const int64_t queries : {int64_t{1}, int64_t{5}, p.q_lengths.max_len}) {
               latent.q_lengths.max_len = queries;
               const ForwardPlan plan = forward_plan(latent, device);
               forward.insert({plan.family, plan.shape});

@@ -125,27 +125,46 @@ struct Bf16ToFp16 {
 template <int kRows, int kD, int kThreads>
 __device__ __forceinline__ void prepare_q(uint32_t tile, uint32_t scales, bool bf16) {
   constexpr int kBlocks = kD / 16;
-  static_assert(kRows * kBlocks % 32 == 0 && 32 % kBlocks == 0);
+  // The lanes of a row are neighbours: one for each block, or all of a warp, which have up to two blocks each.
+  constexpr int kLanes = kBlocks > 32 ? 32 : kBlocks, kBlocksOfLane = (kBlocks + 31) / 32;
+  static_assert(kRows * kLanes % 32 == 0 && 32 % kLanes == 0);
 #pragma unroll 1
-  for (int n = static_cast<int>(threadIdx.x); n < kRows * kBlocks; n += kThreads) {
-    const int row = n / kBlocks, block = n % kBlocks;
+  for (int n = static_cast<int>(threadIdx.x); n < kRows * kLanes; n += kThreads) {
+    const int row = n / kLanes, block = n % kLanes;
     const uint32_t first = tile + swizzled<kD * 2>(row, 2 * block), second = tile + swizzled<kD * 2>(row, 2 * block + 1);
     const uint4 a = ld_shared_16(first), b = ld_shared_16(second);
     uint32_t x[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+    uint32_t rest[8] = {};  // the lane's second block
+    const bool has_rest = kBlocksOfLane > 1 && block + 32 < kBlocks;
+    const auto rest_address = [&](int n) { return tile + swizzled<kD * 2>(row, 2 * block + 64 + n); };
+    if (has_rest) {
+      const uint4 c = ld_shared_16(rest_address(0)), d = ld_shared_16(rest_address(1));
+      rest[0] = c.x, rest[1] = c.y, rest[2] = c.z, rest[3] = c.w, rest[4] = d.x, rest[5] = d.y, rest[6] = d.z, rest[7] = d.w;
+    }
     float scale = 1.f;
     if (bf16) {
       uint32_t top = 0;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) top = max_exponent(top, x[i]);
+      for (int i = 0; i < 8; ++i) {
+        top = max_exponent(top, x[i]);
+        if (kBlocksOfLane > 1) top = max_exponent(top, rest[i]);
+      }
 #pragma unroll
-      for (int distance = 1; distance < kBlocks; distance *= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
+      for (int distance = 1; distance < kLanes; distance *= 2) top = max(top, __shfl_xor_sync(~0u, top, distance));
       const Bf16ToFp16 conversion(top);
       scale = conversion.inverse;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = conversion.convert(x[i]);
+      for (int i = 0; i < 8; ++i) {
+        x[i] = conversion.convert(x[i]);
+        if (kBlocksOfLane > 1) rest[i] = conversion.convert(rest[i]);
+      }
     }
     st_shared_16(first, x[0], x[2], x[4], x[6]);
     st_shared_16(second, x[1], x[3], x[5], x[7]);
+    if (has_rest) {
+      st_shared_16(rest_address(0), rest[0], rest[2], rest[4], rest[6]);
+      st_shared_16(rest_address(1), rest[1], rest[3], rest[5], rest[7]);
+    }
     if (block == 0) st_shared_float(scales + row * 4, scale * ld_shared_float(scales + row * 4));
   }
 }

@@ -90,6 +90,7 @@ bool plan_decode(const ForwardProblem &p, const Needs &needs, const Device &devi
   const bool many_keys = p.batch * p.heads_k >= ceil_div(kManyKeys * device.multiprocessors, p.k_lengths.max_len);
   if (!splits_by_sequence(p) && many_keys) found = shapes.with_more_warps(found);
   const Shape &shape = kShapes[found];
+  if (decode::is_latent(shape.head_dim) && rows > shape.rows()) return false;  // the MLA kernels' tiles hold more
   const int64_t row_blocks = ceil_div(rows, shape.rows()), tiles = p.batch * p.heads_k * row_blocks,
                 iterations = ceil_div(p.k_lengths.max_len, shape.kv_step()) + 1,
                 ctas = int64_t{device.multiprocessors} * shape.ctas_per_sm(device.shared_bytes);
@@ -120,7 +121,7 @@ bool plan_decode(const ForwardProblem &p, const Needs &needs, const Device &devi
   // Many tiles of rows fill the device without splits, whose partials would take much memory.
   work.max_splits = std::max<int64_t>(kMaxSplits / row_blocks, 1);
   work.rows = shape.rows();
-  work.columns = shape.head_dim;
+  work.columns = shape.head_dim_v;
   work.uniform = is_uniform(p);
   work.max_coscheduled_log2 = row_blocks == 1 ? 3 : 0;
   plan_partition(work, p, plan);

@@ -114,7 +114,8 @@ constexpr auto kRows = concatenate(
               row.any_dtype = kv_8bit;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
               row.scores = kSoftcapAlibi;
-              row.features = kCacheFeatures | kSeparateV | (kv_8bit ? 0 : kLeftPadding) | kHugePackedKv | kDescalePerRow;
+              row.features = kCacheFeatures | (decode::is_latent(shape.head_dim) ? 0 : kSeparateV) |
+                             (kv_8bit ? 0 : kLeftPadding) | kHugePackedKv | kDescalePerRow;
               row.max_queries = shape.warp_rows == 8 ? 1 : kv_8bit ? INT64_MAX : kFewQueries;
             }),
     rows_of(extend::kShapes, Family::extend, Pass::forward,

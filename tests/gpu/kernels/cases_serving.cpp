@@ -244,6 +244,12 @@ void add_latent_cases(std::vector<Case> &all) {
       all.push_back(c);
       add_with_bytes(c, all);
     }
+    // One token of a few heads, whose bytes are widened in registers.
+    Case c = latent_case("every mla kernel", all, dtype, 2, 12);
+    c.q.seqlen = 1;
+    c.k.seqlen = 900;
+    c.k.used = {900, 130};
+    add_with_bytes(c, all);
   }
 }
 

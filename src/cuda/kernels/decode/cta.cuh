@@ -24,11 +24,13 @@ struct Config {
   static constexpr bool k8BitKv = kFormat != Format::same;
   using Element = Element_;  // of the MMA operands; also of Q and out, except with 8-bit KV
   using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
-  static constexpr int kD = kD_;                // head_dim, rounded up to the bucket
-  static constexpr int kWarpRows = kWarpRows_;  // rows per warp
-  static constexpr int kRowWarps = kRowWarps_;  // warps of a KV group
-  static constexpr int kKvGroups = kKvGroups_;  // groups of kRowWarps warps, each with KV tiles of its own
-  static constexpr int kKvTile = kKvTile_;      // keys of a group's KV tile
+  static constexpr int kD = kD_;                  // head_dim, rounded up to the bucket
+  static constexpr bool kLatent = is_latent(kD);  // V is the first columns of K
+  static constexpr int kDv = value_columns(kD);   // columns of out
+  static constexpr int kWarpRows = kWarpRows_;    // rows per warp
+  static constexpr int kRowWarps = kRowWarps_;    // warps of a KV group
+  static constexpr int kKvGroups = kKvGroups_;    // groups of kRowWarps warps, each with KV tiles of its own
+  static constexpr int kKvTile = kKvTile_;        // keys of a group's KV tile
   static constexpr int kStages = kStages_;
   static constexpr int kMinCtas = kMinCtas_;
   static constexpr int kCapability = kCapability_;
@@ -49,7 +51,7 @@ struct Config {
   using CtaStorage = typename StorageOf::Cta;  // without the cluster's DSMEM buffer
   using Stage = typename StorageOf::Stage;
   static constexpr int kSharedBytes = sizeof(Storage);
-  static_assert(sizeof(CtaStorage::pipeline[0]) >= kRows * kD * 4 && kKvTile <= 32 && kKvTile % 16 == 0);
+  static_assert(sizeof(CtaStorage::pipeline[0]) >= kRows * kDv * 4 && kKvTile <= 32 && kKvTile % 16 == 0);
 };
 
 __device__ __forceinline__ float4 ld_shared_float4(uint32_t src) {
@@ -198,7 +200,7 @@ class Cta {
       for (int n = 0; n < C::kPitch; n += 128) asm volatile("prefetch.global.L2 [%0];\n" ::"l"(from + n));
     };
     expect(k_, problem.k);
-    expect(v_, problem.v);
+    if (!C::kLatent) expect(v_, problem.v);
   }
 
   // The first key of this warp's tile in KV step `step` of the work unit.
@@ -217,7 +219,9 @@ class Cta {
 
   // Issues the cp.async loads of K and V of a KV step into a pipeline stage. Lane i holds the place of the tile's i-th key.
   __device__ __forceinline__ void load_kv(int stage, int step, const KvPlace &place) const {
-    if (step < work_unit.steps) {
+    if constexpr (C::kLatent) {
+      load_latent(stage, step, place);
+    } else if (step < work_unit.steps) {
       using ThreadMap = TileThreadMap<C::kKvTile, C::kPitch / 2, C::kGroupThreads>;
       const ThreadMap map{row_warp * 32 + opaque(lane_id)};
       const int column = map.vector() * static_cast<int>(16 / sizeof(KvElement));
@@ -258,13 +262,29 @@ class Cta {
                          exists && column < problem.head_dim_v ? 16 : 0, coscheduled);
         }
       }
-      if constexpr (C::k8BitKv) {
-        if (params.k_descale.per_row && row_warp == 0) load_descales(smem_k_descale(stage), params.k_descale.factors, place);
-        if (params.v_descale.per_row && row_warp == C::kRowWarps - 1)
-          load_descales(smem_v_descale(stage), params.v_descale.factors, place);
-      }
+      load_descales(stage, place);
     }
     cp_async_commit();
+  }
+  // The same for latent caches: each key is loaded once, by four lanes.
+  __device__ __forceinline__ void load_latent(int stage, int step, const KvPlace &place) const {
+    if (step >= work_unit.steps) return;
+    static_assert(!C::kLatent || (C::kKvTile * 4 == C::kGroupThreads && C::kPitch % 64 == 0));
+    const int lane = opaque(lane_id), row = row_warp * 8 + lane / 4, vector = lane % 4;
+    const int64_t outer = __shfl_sync(~0u, place.outer, row), key = __shfl_sync(~0u, place.row, row);
+    const KvElement *src = k_ + outer * page_stride(problem.k) + max(key, int64_t{0}) * problem.k.seq_stride + vector * 16;
+    const int columns = key >= 0 ? static_cast<int>(problem.head_dim) - vector * 16 : 0;
+    const uint32_t to = smem_k(stage) + swizzled<C::kPitch>(row, vector);
+#pragma unroll
+    for (int n = 0; n < C::kPitch / 64; ++n) cp_async_16(to + n * 64, src + n * 64, n * 64 < columns ? 16 : 0);
+    load_descales(stage, place);
+  }
+  __device__ __forceinline__ void load_descales(int stage, const KvPlace &place) const {
+    if constexpr (C::k8BitKv) {
+      if (params.k_descale.per_row && row_warp == 0) load_descales(smem_k_descale(stage), params.k_descale.factors, place);
+      if (params.v_descale.per_row && row_warp == C::kRowWarps - 1)
+        load_descales(smem_v_descale(stage), params.v_descale.factors, place);
+    }
   }
   // Loads the descales of a tile's keys; each lane loads that of its own key. The base address is recomputed each time to save
   // registers for out.
@@ -320,7 +340,13 @@ class Cta {
   __device__ __forceinline__ uint32_t smem_k(int stage) const {
     return smem_pipeline(kv_group) + stage * static_cast<int>(sizeof(typename C::Stage));
   }
-  __device__ __forceinline__ uint32_t smem_v(int stage) const { return smem_k(stage) + offsetof(typename C::Stage, v); }
+  __device__ __forceinline__ uint32_t smem_v(int stage) const {
+    if constexpr (C::kLatent) {
+      return smem_k(stage);
+    } else {
+      return smem_k(stage) + offsetof(typename C::Stage, v);
+    }
+  }
   __device__ __forceinline__ uint32_t smem_k_descale(int stage) const {
     return smem_k(stage) + offsetof(typename C::Stage, k_descale);
   }
@@ -331,7 +357,7 @@ class Cta {
   // once, in the kernels for eight rows every other row.
   __device__ __forceinline__ uint32_t smem_out(int group, int row, int columns8) const {
     const int swizzle = C::kWarpRows == 8 ? row >> 1 & 3 : row & 7;
-    return smem_pipeline(group) + row * C::kD * 4 + ((columns8 ^ swizzle) << 5);
+    return smem_pipeline(group) + row * C::kDv * 4 + ((columns8 ^ swizzle) << 5);
   }
   // Maximum and row sum of a row over the keys of a KV group.
   __device__ __forceinline__ uint32_t smem_row_stats(int group, int row) const {

@@ -15,7 +15,7 @@ template <class C>
 class Epilogue {
  public:
   using Element = typename C::Element;
-  static constexpr int kVectors = C::kD / 4;  // vectors of four columns per row
+  static constexpr int kVectors = C::kDv / 4;  // vectors of four columns per row
   using Scheduler = StreamKScheduler<C, true>;
 
   __device__ __forceinline__ explicit Epilogue(const Cta<C> &cta) : cta_(cta) {}
@@ -45,7 +45,7 @@ class Epilogue {
   template <typename F>
   __device__ __forceinline__ void for_each_out_vector(F f) const {
     const int num_vectors = cta_.rows * kVectors;
-#pragma unroll(C::kD > 128 ? 1 : 2)
+#pragma unroll(C::kDv > 128 ? 1 : 2)
     for (int n = opaque(threadIdx.x); n < num_vectors; n += C::kThreads) {
       const int row = n / kVectors, vector = n % kVectors;
       float2 stats[C::kKvGroups];

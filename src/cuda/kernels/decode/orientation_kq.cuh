@@ -21,20 +21,20 @@ template <class C>
 class OrientationKq {
  public:
   using Element = typename C::Element;
-  static constexpr int kKeyTiles = C::kKvTile / 16, kColumnTiles = C::kD / 16;
+  static constexpr int kKeyTiles = C::kKvTile / 16, kColumnTiles = C::kD / 16, kOutTiles = C::kDv / 16;
   static constexpr int kTilesPerLoad = C::k8BitKv ? 2 : 1;  // tiles of 16 columns per ldmatrix
   static_assert(C::kWarpRows == 8);
 
   using Scores = float[kKeyTiles][4];
   using Fragment = KqFragment<kKeyTiles>;  // of S^T
-  using OutFragment = KqFragment<kColumnTiles>;
+  using OutFragment = KqFragment<kOutTiles>;
 
   __device__ __forceinline__ explicit OrientationKq(const Cta<C> &cta) : cta_(cta) {}
 
   // Before the first KV step. load_q_fragments() follows when Q has arrived.
   __device__ __forceinline__ void init_accumulators() {
 #pragma unroll
-    for (int j = 0; j < kColumnTiles; ++j)
+    for (int j = 0; j < kOutTiles; ++j)
 #pragma unroll
       for (int r = 0; r < 4; ++r) out_[j][r] = 0.f;
     softmax_.reset();
@@ -90,11 +90,11 @@ class OrientationKq {
 #pragma unroll
       for (int e = 0; e < 2; ++e)
 #pragma unroll
-        for (int j = 0; j < kColumnTiles; ++j)
+        for (int j = 0; j < kOutTiles; ++j)
           st_shared_float2(out_address(row + e, j, lane >> 4) + (lane >> 2 & 3) * 8, {out_[j][e], out_[j][e + 2]});
     } else {
 #pragma unroll
-      for (int j = 0; j < kColumnTiles; ++j)
+      for (int j = 0; j < kOutTiles; ++j)
 #pragma unroll
         for (int r = 0; r < 4; ++r)
           st_shared_float(cta_.smem_out(cta_.kv_group, row + r % 2, 2 * j + r / 2) + (lane >> 2) * 4, out_[j][r]);
@@ -111,7 +111,7 @@ class OrientationKq {
 
   const Cta<C> &cta_;
   // Column tiles of Q in registers. With 8-bit KV, wide heads have room for a quarter of them; the others are loaded for each KV tile.
-  static constexpr int kHeldQTiles = C::k8BitKv && C::kD > 256 ? kColumnTiles / 4 : kColumnTiles;
+  static constexpr int kHeldQTiles = C::k8BitKv && C::kD > 256 ? kColumnTiles / 8 * 2 : kColumnTiles;
   static constexpr int kQPitch = C::kD * 2;
   __device__ __forceinline__ uint32_t smem_q(int lane) const {
     return cta_.smem + swizzled<kQPitch>(cta_.warp_row0 + (lane & 7), lane >> 3);
@@ -211,7 +211,7 @@ class OrientationKq {
   }
 
   __device__ __forceinline__ void accumulate_pv(Scores &s, int stage) {
-    constexpr int kColumnLoads = kColumnTiles / kTilesPerLoad, kLoads = kColumnLoads * kKeyTiles;
+    constexpr int kColumnLoads = kOutTiles / kTilesPerLoad, kLoads = kColumnLoads * kKeyTiles;
     const uint32_t values =
         cta_.smem_v(stage) + swizzled<C::kPitch>((cta_.lane_id & 7) + ((cta_.lane_id >> 4) << 3), (cta_.lane_id >> 3) & 1);
     uint32_t f[kLoadsAhead + 1][4], p_frag[kKeyTiles][2];
@@ -237,7 +237,7 @@ class OrientationKq {
   }
 
   uint32_t q_[kHeldQTiles][2];
-  float out_[kColumnTiles][4];
+  float out_[kOutTiles][4];
   OnlineSoftmax<Fragment> softmax_;
   float row_scale_[2];               // 8-bit KV
   PvReference<Fragment> reference_;  // 8-bit KV

@@ -9,6 +9,10 @@ namespace fa::cuda::decode {
 
 constexpr int32_t kMaxClusterSize = 16;  // CTAs
 
+// The bucket for latent caches: V is the first columns of K, in the same memory.
+constexpr bool is_latent(int32_t head_dim) { return head_dim > 512; }
+constexpr int32_t value_columns(int32_t head_dim) { return is_latent(head_dim) ? 512 : head_dim; }
+
 // K and V of one KV step of a KV group; rows are swizzled.
 template <int kKvTile, int kPitch>
 struct KvStage {
@@ -20,11 +24,18 @@ struct KvStage8Bit {
   float k_descale[kKvTile], v_descale[kKvTile];
 };
 
+// V is in k.
+template <int kKvTile, int kPitch>
+struct LatentStage8Bit {
+  char k[kKvTile][kPitch];
+  float k_descale[kKvTile], v_descale[kKvTile];
+};
+
 struct RowStats {
   float max, sum;
 };
 
-// In the epilogue each KV group's fp32 out [kRows][kHeadDim] reuses its pipeline.
+// In the epilogue each KV group's fp32 out [kRows][value_columns(kHeadDim)] reuses its pipeline.
 template <class Stage, int kHeadDim, int kRows, int kKvGroups, int kStages>
 struct SharedStorage16Bit {
   uint16_t q[kRows][kHeadDim];  // swizzled
@@ -53,7 +64,8 @@ struct ClusteredStorage {
 
 template <int kHeadDim, int kRows, int kKvGroups, int kKvTile, int kStages, int kKvBytes, bool kClustered>
 struct SharedStorageOf {
-  using Stage = std::conditional_t<kKvBytes == 1, KvStage8Bit<kKvTile, kHeadDim>, KvStage<kKvTile, kHeadDim * 2>>;
+  using Stage8Bit = std::conditional_t<is_latent(kHeadDim), LatentStage8Bit<kKvTile, kHeadDim>, KvStage8Bit<kKvTile, kHeadDim>>;
+  using Stage = std::conditional_t<kKvBytes == 1, Stage8Bit, KvStage<kKvTile, kHeadDim * 2>>;
   using Cta = std::conditional_t<kKvBytes == 1, SharedStorage8Bit<Stage, kHeadDim, kRows, kKvGroups, kStages>,
                                  SharedStorage16Bit<Stage, kHeadDim, kRows, kKvGroups, kStages>>;
   using Type = std::conditional_t<kClustered, ClusteredStorage<Cta, kHeadDim, kRows>, Cta>;

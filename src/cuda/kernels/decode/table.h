@@ -21,7 +21,8 @@ constexpr int32_t kCombineColumns =
 
 struct Shape {
   const char *name;
-  int32_t head_dim;         // bucket of q, k and v
+  int32_t head_dim;         // bucket of q and k
+  int32_t head_dim_v;       // bucket of v: the same, or its first columns of latent caches
   int32_t warp_rows;        // rows per warp; 8 means the S^T = K Q^T orientation, for one token per sequence
   int32_t row_warps;        // warps that share KV tiles, each with rows of its own
   int32_t kv_groups;        // groups of row_warps warps, each with KV tiles and a pipeline of its own
@@ -71,6 +72,7 @@ struct Shape {
                            clustered)                                                                                        \
   {#name,                                                                                                                    \
    head_dim,                                                                                                                 \
+   value_columns(head_dim),                                                                                                  \
    warp_rows,                                                                                                                \
    row_warps,                                                                                                                \
    kv_groups,                                                                                                                \

@@ -33,7 +33,7 @@ struct Config {
   static constexpr bool k8BitKv = kFormat != Format::same;
   using Element = Element_;  // of the MMA operands; also of Q and out, except with 8-bit KV
   using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
-  static constexpr int kD = kD_, kConsumerWarpgroups = kConsumerWarpgroups_, kKvTile = kKvTile_, kStages = kStages_;
+  static constexpr int kD = kD_, kDv = kD, kConsumerWarpgroups = kConsumerWarpgroups_, kKvTile = kKvTile_, kStages = kStages_;
   static constexpr int kRows = kConsumerWarpgroups * kWarpgroupRows, kThreads = (kConsumerWarpgroups + 1) * 128;
   // Segments of keys (segments.cuh).
   static constexpr bool kSameBits = kSameBits_;

@@ -67,7 +67,6 @@ struct Config {
 // The same for the combine kernel (decode/combine.cuh), which knows partials alone and treats a CTA's rows as those of one warp.
 template <class C>
 struct CombineConfig : C {
-  static constexpr int kD = C::kDv;
   static constexpr bool kHasRowBlocks = true;
   static constexpr int kWarpRows = C::kRows, kRowWarps = 1, kMinCtas = 1, kCapability = 90, kPartialsInFlight = 12;
 };
