@@ -71,6 +71,7 @@ FA_HD DropoutKey dropout_key(uint64_t seed, uint64_t offset) {
           static_cast<uint32_t>(offset)};
 }
 
+// The first two words of the counter for element (i, j). Tensor-core kernels compute the first one for all elements of a lane (cuda/common/rng.cuh).
 FA_HD uint32_t dropout_counter0(int64_t i, int64_t j) {
   return static_cast<uint32_t>(16 * (j >> 4) + 4 * ((i & 7) >> 1) + ((j & 7) >> 1));
 }

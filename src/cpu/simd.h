@@ -124,50 +124,43 @@ struct ElementF32 {
   static FA_INLINE void store(Type *p, F x) { Simd::store(p, x); }
   static FA_INLINE void store(Type *p, F x, int n) { Simd::store(p, x, n); }
 };
-struct ElementF16 {
-  static constexpr bool kQuantised = false;
-  using Type = uint16_t;
-  static FA_INLINE F load(const Type *p) { return Simd::load_f16(p); }
+// Loads and stores of n < kWidth elements, for formats that Simd loads and stores as a whole: by a copy of them.
+template <class Element, typename T>
+struct PartialByCopy {
+  using Type = T;
   static FA_INLINE F load(const Type *p, int n) {
     Type buffer[kWidth] = {0};
     __builtin_memcpy(buffer, p, static_cast<size_t>(n) * sizeof(Type));
-    return Simd::load_f16(buffer);
+    return Element::load(buffer);
   }
-  static FA_INLINE void store(Type *p, F x) { Simd::store_f16(p, x); }
   static FA_INLINE void store(Type *p, F x, int n) {
     Type buffer[kWidth];
-    Simd::store_f16(buffer, x);
+    Element::store(buffer, x);
     __builtin_memcpy(p, buffer, static_cast<size_t>(n) * sizeof(Type));
   }
 };
-struct ElementBf16 {
+struct ElementF16 : PartialByCopy<ElementF16, uint16_t> {
   static constexpr bool kQuantised = false;
-  using Type = uint16_t;
+  using PartialByCopy<ElementF16, uint16_t>::load;
+  using PartialByCopy<ElementF16, uint16_t>::store;
+  static FA_INLINE F load(const Type *p) { return Simd::load_f16(p); }
+  static FA_INLINE void store(Type *p, F x) { Simd::store_f16(p, x); }
+};
+struct ElementBf16 : PartialByCopy<ElementBf16, uint16_t> {
+  static constexpr bool kQuantised = false;
+  using PartialByCopy<ElementBf16, uint16_t>::load;
+  using PartialByCopy<ElementBf16, uint16_t>::store;
   static FA_INLINE F load(const Type *p) { return Simd::load_bf16(p); }
-  static FA_INLINE F load(const Type *p, int n) {
-    Type buffer[kWidth] = {0};
-    __builtin_memcpy(buffer, p, static_cast<size_t>(n) * sizeof(Type));
-    return Simd::load_bf16(buffer);
-  }
   static FA_INLINE void store(Type *p, F x) { Simd::store_bf16(p, x); }
-  static FA_INLINE void store(Type *p, F x, int n) {
-    Type buffer[kWidth];
-    Simd::store_bf16(buffer, x);
-    __builtin_memcpy(p, buffer, static_cast<size_t>(n) * sizeof(Type));
-  }
 };
 
 // Quantised formats: the number without its factor. Stores round to nearest, ties to even, and saturate.
-struct ElementE4m3 {
-  using Type = uint8_t;
+struct ElementE4m3 : PartialByCopy<ElementE4m3, uint8_t> {
+  using PartialByCopy<ElementE4m3, uint8_t>::load;
+  using PartialByCopy<ElementE4m3, uint8_t>::store;
   static constexpr bool kQuantised = true;
   static constexpr float kLargest = 448.0f;
   static FA_INLINE F load(const Type *p) { return Simd::mul(Simd::load_e4m3_units(p), Simd::set(Simd::kE4m3Unit)); }
-  static FA_INLINE F load(const Type *p, int n) {
-    Type buffer[kWidth] = {0};
-    __builtin_memcpy(buffer, p, static_cast<size_t>(n));
-    return load(buffer);
-  }
   static FA_INLINE void store(Type *p, F x) {
     const F magnitude = Simd::min(Simd::abs(x), Simd::set(kLargest));  // kLargest for NaN, too
     // From 2^-6 on: the fraction to 3 bits, the exponent from bias 127 to 7. Below: multiples of 2^-9.
@@ -180,22 +173,13 @@ struct ElementE4m3 {
     byte = Simd::iselect(Simd::eq(x, x), byte, Simd::iset(0x7F));
     Simd::istore_u8(p, Simd::ior(byte, Simd::shl<7>(Simd::shr<31>(Simd::bits(x)))));
   }
-  static FA_INLINE void store(Type *p, F x, int n) {
-    Type buffer[kWidth];
-    store(buffer, x);
-    __builtin_memcpy(p, buffer, static_cast<size_t>(n));
-  }
 };
-struct ElementI8 {
-  using Type = int8_t;
+struct ElementI8 : PartialByCopy<ElementI8, int8_t> {
+  using PartialByCopy<ElementI8, int8_t>::load;
+  using PartialByCopy<ElementI8, int8_t>::store;
   static constexpr bool kQuantised = true;
   static constexpr float kLargest = 127.0f;
   static FA_INLINE F load(const Type *p) { return Simd::to_float(Simd::iload_i8(p)); }
-  static FA_INLINE F load(const Type *p, int n) {
-    Type buffer[kWidth] = {0};
-    __builtin_memcpy(buffer, p, static_cast<size_t>(n));
-    return load(buffer);
-  }
   static FA_INLINE void store(Type *p, F x) {
     const F number = Simd::select(Simd::eq(x, x), x, Simd::zero());  // there is no NaN
     const F whole = Simd::max(Simd::min(number, Simd::set(kLargest)), Simd::set(-kLargest));
@@ -203,22 +187,12 @@ struct ElementI8 {
     Simd::istore_u8(reinterpret_cast<uint8_t *>(p),
                     Simd::iand(Simd::bits(Simd::add(whole, Simd::set(12582912.0f))), Simd::iset(0xFF)));
   }
-  static FA_INLINE void store(Type *p, F x, int n) {
-    Type buffer[kWidth];
-    store(buffer, x);
-    __builtin_memcpy(p, buffer, static_cast<size_t>(n));
-  }
 };
 
 // e4m3 in units of Simd::kE4m3Unit, which take an instruction less to load than whole numbers.
-struct ElementE4m3Units {
-  using Type = uint8_t;
+struct ElementE4m3Units : PartialByCopy<ElementE4m3Units, uint8_t> {
+  using PartialByCopy<ElementE4m3Units, uint8_t>::load;
   static FA_INLINE F load(const Type *p) { return Simd::load_e4m3_units(p); }
-  static FA_INLINE F load(const Type *p, int n) {
-    Type buffer[kWidth] = {0};
-    __builtin_memcpy(buffer, p, static_cast<size_t>(n));
-    return load(buffer);
-  }
 };
 // What sums of products take in place of Element. They are multiplied by kUnit at the end, which changes no bit of them.
 template <class Element>

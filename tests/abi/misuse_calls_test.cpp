@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Every argument of every function misused, except the fields of a problem: contexts, struct sizes, workspaces, merge, DLPack.
+// Every argument of every function misused, except the fields of a problem: contexts, struct sizes, workspaces. misuse_merge_test.cpp has merge,
+// misuse_tensors_test.cpp tangents and DLPack.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -11,43 +12,22 @@
 #include <functional>
 #include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "flashattn/flashattn.h"
+#include "misused_calls.h"
 #include "sample_problem.h"
 
 namespace fa_test {
 namespace {
 
-int calls = 0;
-
 // Prints the number of calls at the very end, as evidence that the tables ran.
 class CallCount : public testing::Environment {
  public:
-  void TearDown() override { std::printf("misuse: %d calls\n", calls); }
+  void TearDown() override { std::printf("misuse: %d calls\n", misused_calls); }
 };
 const testing::Environment *const call_count = testing::AddGlobalTestEnvironment(new CallCount);
-
-// `text` is what fa_last_error says; every part must be in it.
-void expect_refusal(fa_status status, fa_status expected, const char *text, const std::vector<std::string> &parts) {
-  ++calls;
-  EXPECT_EQ(status, expected) << fa_status_name(status) << " instead of " << fa_status_name(expected) << ": " << text;
-  for (const std::string &part : parts) EXPECT_NE(std::string(text).find(part), std::string::npos) << text << " lacks " << part;
-}
-
-class Calls : public testing::Test {
- protected:
-  void SetUp() override {
-    fa_config config;
-    fa_config_init(&config, sizeof config);
-    config.device_type = FA_DEVICE_CPU;
-    config.num_threads = 1;
-    ASSERT_EQ(fa_create(&ctx_, &config), FA_OK);
-  }
-  void TearDown() override { fa_destroy(ctx_); }
-
-  fa_context ctx_ = nullptr;
-};
 
 // A struct that ends where readable memory ends: whoever believes a larger struct_size dies.
 template <typename Struct>
@@ -120,50 +100,6 @@ struct Larger {
   Struct base;
   unsigned char tail[40];
 };
-
-// Two parts of a result and where to combine them.
-struct SampleMerge {
-  SampleProblem memory{Layout::padded};
-  fa_tensor out_parts[2] = {memory.floats({2, 5, 4, 6}), memory.floats({2, 5, 4, 6})};
-  fa_tensor lse_parts[2] = {memory.floats({2, 4, 5}), memory.floats({2, 4, 5})};
-  fa_merge_problem merge;
-
-  SampleMerge() {
-    fa_merge_problem_init(&merge, sizeof merge);
-    merge.num_parts = 2;
-    merge.out_parts = out_parts;
-    merge.lse_parts = lse_parts;
-    merge.out = memory.floats({2, 5, 4, 6});
-    merge.lse = memory.floats({2, 4, 5});
-    memory.remember();
-  }
-};
-
-// A plain problem and its tangents.
-struct SampleJvp {
-  SampleProblem memory{Layout::padded};
-  fa_attention attention;
-  fa_jvp jvp;
-
-  SampleJvp() {
-    fa_attention_init(&attention, sizeof attention);
-    const fa_attention &a = memory.attention;
-    attention.q = a.q, attention.k = a.k, attention.v = a.v, attention.out = a.out, attention.lse = a.lse;
-    fa_jvp_init(&jvp, sizeof jvp);
-    const fa_gradients &g = memory.gradients;
-    jvp.tq = g.dq, jvp.tk = g.dk, jvp.tv = g.dv, jvp.tout = g.dout, jvp.tlse = g.dlse;
-  }
-};
-
-// A minimal call of fa_append_kv in memory of `p`.
-fa_append sample_append(SampleProblem &p) {
-  fa_append append;
-  fa_append_init(&append, sizeof append);
-  append.k = p.floats({2, 3, 2, 8});
-  append.k_cache = p.floats({2, 9, 2, 8});
-  p.remember();
-  return append;
-}
 
 TEST_F(Calls, StructSizesOfOtherVersions) {
   SampleProblem p(Layout::padded);
@@ -376,55 +312,6 @@ TEST_F(Calls, NullPointers) {
   EXPECT_STREQ(fa_last_error(ctx_), "");
 }
 
-// Every tensor of fa_jvp misused, and the fields that it needs of the attention.
-TEST_F(Calls, Tangents) {
-  SampleJvp sample;
-  const auto refused = [&](fa_status status, const std::vector<std::string> &text, auto change) {
-    fa_attention a = sample.attention;
-    fa_jvp j = sample.jvp;
-    change(a, j);
-    fa_plan_info info;
-    fa_plan_info_init(&info, sizeof info);
-    expect_refusal(fa_forward_jvp_query(ctx_, &a, &j, &info), status, info.reason, text);
-    expect_refusal(fa_forward_jvp_prepare(ctx_, &a, &j), status, fa_last_error(ctx_), text);
-    expect_refusal(fa_forward_jvp(ctx_, &a, &j, nullptr, 0, nullptr), status, fa_last_error(ctx_), text);
-    EXPECT_TRUE(sample.memory.untouched()) << text[0];
-  };
-  const struct {
-    const char *name;
-    fa_tensor fa_jvp::*member;
-  } tensors[] = {
-      {"tq", &fa_jvp::tq}, {"tk", &fa_jvp::tk}, {"tv", &fa_jvp::tv}, {"tout", &fa_jvp::tout}, {"tlse", &fa_jvp::tlse}};
-  for (const auto &[name, member] : tensors) {
-    const auto field = member;
-    const int last = (sample.jvp.*field).ndim - 1;
-    const auto wrong = [&](fa_status status, const std::string &what, auto change) {
-      refused(status, {name, what}, [&](fa_attention &, fa_jvp &j) { change(j.*field); });
-    };
-    wrong(FA_ERROR_DTYPE, "dtype", [](fa_tensor &t) { t.dtype = FA_INT32; });
-    wrong(FA_ERROR_DTYPE, "dtype", [](fa_tensor &t) { t.dtype = FA_FLOAT16; });
-    wrong(FA_ERROR_SHAPE, "ndim", [](fa_tensor &t) { t.ndim = 2; });
-    wrong(FA_ERROR_SHAPE, "shape[1]", [](fa_tensor &t) { t.shape[1] -= 1; });
-    wrong(FA_ERROR_SHAPE, "shape[" + std::to_string(last) + "]", [&](fa_tensor &t) { t.shape[last] -= 1; });
-    wrong(FA_ERROR_ALIGNMENT, "data", [](fa_tensor &t) { t.data = static_cast<char *>(t.data) + 1; });
-    if (field == &fa_jvp::tlse) continue;
-    wrong(FA_ERROR_SHAPE, "stride[3]", [](fa_tensor &t) {
-      for (int64_t &stride : t.stride) stride *= 2;
-    });
-  }
-  constexpr fa_status kInvalid = FA_ERROR_INVALID_ARGUMENT;
-  refused(FA_ERROR_UNSUPPORTED, {"flags is 0x4", "FA_FLAG_SAME_BITS", "fa_forward_jvp"},
-          [](fa_attention &a, fa_jvp &) { a.flags = FA_FLAG_SAME_BITS; });
-  refused(kInvalid, {"jvp.reserved", "7"}, [](fa_attention &, fa_jvp &j) { j.reserved = 7; });
-  refused(kInvalid, {"tout is required"}, [](fa_attention &, fa_jvp &j) { j.tout = fa_tensor{}; });
-  refused(kInvalid, {"lse is required"}, [](fa_attention &a, fa_jvp &) { a.lse = fa_tensor{}; });
-  refused(kInvalid, {"tout.data", "out.data"}, [](fa_attention &a, fa_jvp &j) { j.tout.data = a.out.data; });
-  refused(kInvalid, {"tout.data", "tv.data"}, [](fa_attention &, fa_jvp &j) { j.tout.data = j.tv.data; });
-  refused(kInvalid, {"tlse.data", "lse.data"}, [](fa_attention &a, fa_jvp &j) { j.tlse.data = a.lse.data; });
-  EXPECT_EQ(fa_forward_jvp(ctx_, &sample.attention, &sample.jvp, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
-  EXPECT_FALSE(sample.memory.untouched()) << "the test would not see a write";
-}
-
 TEST_F(Calls, Configurations) {
   expect_refusal(fa_create(nullptr, nullptr), FA_ERROR_INVALID_ARGUMENT, fa_last_error(nullptr), {"out", "NULL"});
   struct Case {
@@ -553,202 +440,6 @@ TEST_F(Calls, WorkspacesThatAreNotNeeded) {
     for (const char byte : memory) ASSERT_EQ(static_cast<unsigned char>(byte), 0xCC);
     p.remember();
   }
-}
-
-TEST_F(Calls, Merge) {
-  using Problem = SampleMerge;
-  struct Case {
-    fa_status status;
-    std::vector<std::string> text;
-    std::function<void(Problem &)> apply;
-  };
-  std::vector<Case> cases;
-  for (const int32_t parts : {0, -1, INT32_MIN}) {
-    cases.push_back(
-        {FA_ERROR_INVALID_ARGUMENT, {"num_parts", std::to_string(parts)}, [=](Problem &p) { p.merge.num_parts = parts; }});
-  }
-  const auto for_each = [&](const std::string &name, auto tensor, bool output, bool head_dim) {
-    const auto add = [&](fa_status status, std::vector<std::string> text, std::function<void(fa_tensor &)> apply) {
-      cases.push_back({status, std::move(text), [=](Problem &p) { apply(tensor(p)); }});
-    };
-    add(FA_ERROR_SHAPE, {name + ".ndim", "5"}, [](fa_tensor &t) { t.ndim = 5; });
-    add(FA_ERROR_SHAPE, {name + ".ndim", "-1"}, [](fa_tensor &t) { t.ndim = -1; });
-    add(FA_ERROR_SHAPE, {".ndim", "1"}, [](fa_tensor &t) { t.ndim = 1; });
-    add(FA_ERROR_DTYPE, {name + ".dtype", "0x00000007"}, [](fa_tensor &t) { t.dtype = 7; });
-    add(FA_ERROR_DTYPE, {name + ".dtype", "uint8"}, [](fa_tensor &t) { t.dtype = FA_UINT8; });
-    add(FA_ERROR_SHAPE, {name + ".shape[1]", "-2"}, [](fa_tensor &t) { t.shape[1] = -2; });
-    add(FA_ERROR_SHAPE, {".shape[0]", "1"}, [](fa_tensor &t) { t.shape[0] = 1; });
-    add(FA_ERROR_SHAPE, {"shape[", "2"}, [](fa_tensor &t) { t.shape[1] = 2; });
-    add(FA_ERROR_SHAPE, {name + ".stride[0]", std::to_string(INT64_MAX / 2)},
-        [](fa_tensor &t) { t.stride[0] = INT64_MAX / 2; });
-    add(FA_ERROR_INVALID_ARGUMENT, {name + ".data", "NULL"}, [](fa_tensor &t) { t.data = nullptr; });
-    add(FA_ERROR_ALIGNMENT, {name + ".data", "0x"}, [](fa_tensor &t) { t.data = static_cast<char *>(t.data) + 1; });
-    if (head_dim) {
-      add(FA_ERROR_SHAPE, {name + ".stride[3]", "2"}, [](fa_tensor &t) {
-        for (int64_t &stride : t.stride) stride *= 2;
-      });
-      add(FA_ERROR_INVALID_ARGUMENT, {name, "absent"}, [](fa_tensor &t) { t = fa_tensor{}; });
-    }
-    if (output) add(FA_ERROR_SHAPE, {name + ".stride[0]", "0"}, [](fa_tensor &t) { t.stride[0] = 0; });
-  };
-  for_each(
-      "out", [](Problem &p) -> fa_tensor & { return p.merge.out; }, true, true);
-  for_each(
-      "lse", [](Problem &p) -> fa_tensor & { return p.merge.lse; }, true, false);
-  for_each(
-      "out_parts[1]", [](Problem &p) -> fa_tensor & { return p.out_parts[1]; }, false, true);
-  for_each(
-      "lse_parts[1]", [](Problem &p) -> fa_tensor & { return p.lse_parts[1]; }, false, false);
-  cases.push_back({FA_ERROR_DTYPE, {"out_parts[1].dtype", "float16"}, [](Problem &p) { p.out_parts[1].dtype = FA_FLOAT16; }});
-  const auto refused = [&](fa_status status, std::vector<std::string> text, std::function<void(Problem &)> apply) {
-    cases.push_back({status, std::move(text), std::move(apply)});
-  };
-  refused(FA_ERROR_SHAPE, {"out.shape[2] (heads_q) is 0"}, [](Problem &p) { p.merge.out.shape[2] = 0; });
-  refused(FA_ERROR_SHAPE, {"out.shape[3] (head_dim_v) is 0"}, [](Problem &p) { p.merge.out.shape[3] = 0; });
-  // A result may be a part, but not part of a part.
-  const auto moved = [](const fa_tensor &t, int64_t bytes) { return static_cast<void *>(static_cast<char *>(t.data) + bytes); };
-  const auto shared = [&](const std::string &output, const std::string &other, std::function<void(Problem &)> apply) {
-    refused(FA_ERROR_INVALID_ARGUMENT, {output + ".data and " + other + ".data", "own memory"}, std::move(apply));
-  };
-  shared("out", "out_parts[1]", [=](Problem &p) { p.merge.out.data = moved(p.out_parts[1], 8); });
-  shared("out", "out_parts[0]", [=](Problem &p) {  // the same memory in another order
-    p.merge.out.data = p.out_parts[0].data;
-    p.merge.out.stride[1] = 6;
-    p.merge.out.stride[2] = 30;
-  });
-  shared("out", "lse_parts[1]", [=](Problem &p) { p.merge.out.data = moved(p.lse_parts[1], -16); });
-  shared("lse", "lse_parts[0]", [=](Problem &p) { p.merge.lse.data = moved(p.lse_parts[0], 4); });
-  shared("lse", "out_parts[0]", [=](Problem &p) { p.merge.lse.data = moved(p.out_parts[0], 12); });
-  shared("out", "lse", [=](Problem &p) { p.merge.lse.data = moved(p.merge.out, 40); });
-
-  cases.push_back({FA_ERROR_INVALID_ARGUMENT, {"out_parts", "NULL"}, [](Problem &p) { p.merge.out_parts = nullptr; }});
-  cases.push_back({FA_ERROR_INVALID_ARGUMENT, {"lse_parts", "NULL"}, [](Problem &p) { p.merge.lse_parts = nullptr; }});
-
-  fa_plan_info info;
-  fa_plan_info_init(&info, sizeof info);
-  for (const Case &entry : cases) {
-    Problem p;
-    entry.apply(p);
-    p.memory.remember();
-    expect_refusal(fa_merge_query(ctx_, &p.merge, &info), entry.status, info.reason, entry.text);
-    EXPECT_EQ(info.status, entry.status);
-    EXPECT_STREQ(info.kernel, "");
-    expect_refusal(fa_merge_prepare(ctx_, &p.merge), entry.status, fa_last_error(ctx_), entry.text);
-    expect_refusal(fa_merge(ctx_, &p.merge, nullptr, 0, nullptr), entry.status, fa_last_error(ctx_), entry.text);
-    EXPECT_TRUE(p.memory.untouched()) << entry.text[0];
-  }
-  Problem valid;
-  EXPECT_EQ(fa_merge_query(ctx_, &valid.merge, &info), FA_OK) << fa_last_error(ctx_);
-  EXPECT_EQ(fa_merge_prepare(ctx_, &valid.merge), FA_OK) << fa_last_error(ctx_);
-  EXPECT_TRUE(valid.memory.untouched()) << "asking and preparing write nothing";
-  EXPECT_EQ(fa_merge(ctx_, &valid.merge, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
-  EXPECT_FALSE(valid.memory.untouched());
-  valid.merge.lse = fa_tensor{};
-  EXPECT_EQ(fa_merge(ctx_, &valid.merge, nullptr, 0, nullptr), FA_OK) << fa_last_error(ctx_);
-}
-
-// What a query says of a merge and of an append: counted by hand, for the sample above and for a small append.
-TEST_F(Calls, QueriesOfMergeAndAppend) {
-  fa_plan_info info;
-  fa_plan_info_init(&info, sizeof info);
-  SampleMerge sample;
-  ASSERT_EQ(fa_merge_query(ctx_, &sample.merge, &info), FA_OK) << fa_last_error(ctx_);
-  EXPECT_EQ(std::string(info.kernel).rfind("cpu_merge_", 0), 0u) << info.kernel;
-  EXPECT_STRNE(info.reason, "");
-  EXPECT_EQ(info.workspace_bytes, 0u);
-  EXPECT_EQ(info.num_splits, 1);
-  constexpr double kRows = 2 * 5 * 4, kColumns = 6, kParts = 2;
-  EXPECT_EQ(info.flops, kParts * kRows * kColumns * 2);
-  EXPECT_EQ(info.bytes, (kParts + 1) * kRows * (kColumns + 1) * 4);
-  sample.merge.lse = fa_tensor{};
-  ASSERT_EQ(fa_merge_query(ctx_, &sample.merge, &info), FA_OK) << fa_last_error(ctx_);
-  EXPECT_EQ(info.bytes, (kParts + 1) * kRows * (kColumns + 1) * 4 - kRows * 4);
-
-  SampleProblem p(Layout::padded);
-  fa_append append = sample_append(p);  // 2 sequences, 3 rows, 2 heads, 8 columns
-  ASSERT_EQ(fa_append_query(ctx_, &append, &info), FA_OK) << fa_last_error(ctx_);
-  EXPECT_EQ(std::string(info.kernel).rfind("cpu_append_", 0), 0u) << info.kernel;
-  EXPECT_STRNE(info.reason, "");
-  EXPECT_EQ(info.workspace_bytes, 0u);
-  EXPECT_EQ(info.flops, 0);
-  EXPECT_EQ(info.bytes, 2 * (2 * 3 * 2 * 8) * 4);
-  // Rotation of the first 4 columns of keys and of 4 heads of queries, in place: two pairs of each head.
-  append.q = p.floats({2, 3, 4, 8});
-  append.rotary_cos = p.floats({9, 2});
-  append.rotary_sin = p.floats({9, 2});
-  ASSERT_EQ(fa_append_query(ctx_, &append, &info), FA_OK) << fa_last_error(ctx_);
-  EXPECT_EQ(info.flops, 6 * (2 * 3) * (2 + 4) * 2);
-  EXPECT_EQ(info.bytes, 2 * (2 * 3 * 2 * 8) * 4 + 2 * (2 * 3 * 4 * 4) * 4 + (2 * 3) * 2 * 2 * 4);
-  append.q_out = p.floats({2, 3, 4, 8});
-  ASSERT_EQ(fa_append_query(ctx_, &append, &info), FA_OK) << fa_last_error(ctx_);
-  EXPECT_EQ(info.bytes, 2 * (2 * 3 * 2 * 8) * 4 + 2 * (2 * 3 * 4 * 8) * 4 + (2 * 3) * 2 * 2 * 4);
-  // An 8-bit cache, and a factor for each head of each row.
-  fa_append bytes = append;
-  bytes.q = bytes.q_out = bytes.rotary_cos = bytes.rotary_sin = fa_tensor{};
-  bytes.k_cache.dtype = FA_INT8;
-  bytes.k_descale = p.floats({2, 9, 2});
-  ASSERT_EQ(fa_append_query(ctx_, &bytes, &info), FA_OK) << fa_last_error(ctx_);
-  EXPECT_EQ(info.bytes, (2 * 3 * 2 * 8) * (4 + 1) + (2 * 3 * 2) * 4);
-  p.remember();
-  ASSERT_EQ(fa_append_query(ctx_, &append, &info), FA_OK) << fa_last_error(ctx_);
-  ASSERT_EQ(fa_append_prepare(ctx_, &append), FA_OK) << fa_last_error(ctx_);
-  EXPECT_TRUE(p.untouched()) << "asking and preparing write nothing";
-}
-
-// The layout of DLTensor in DLPack's dlpack.h.
-struct DLTensor {
-  void *data;
-  int32_t device_type;
-  int32_t device_id;
-  int32_t ndim;
-  uint8_t code;
-  uint8_t bits;
-  uint16_t lanes;
-  int64_t *shape;
-  int64_t *strides;
-  uint64_t byte_offset;
-};
-
-TEST_F(Calls, Dlpack) {
-  float data[24] = {};
-  int64_t shape[5] = {2, 3, 4, 1, 1}, strides[5] = {1, 2, 6, 24, 24};
-  const DLTensor valid{data, FA_DEVICE_CPU, 0, 3, 2, 32, 1, shape, nullptr, 8};
-  fa_tensor view;
-  ASSERT_EQ(fa_tensor_from_dlpack(&view, &valid), FA_OK);
-  EXPECT_EQ(view.data, data + 2);
-  EXPECT_EQ(view.dtype, FA_FLOAT32);
-  EXPECT_EQ(view.ndim, 3);
-  EXPECT_EQ(view.shape[2], 4);
-  EXPECT_EQ(view.stride[0], 12);
-  EXPECT_EQ(view.stride[2], 1);
-  DLTensor strided = valid;
-  strided.strides = strides;
-  ASSERT_EQ(fa_tensor_from_dlpack(&view, &strided), FA_OK);
-  EXPECT_EQ(view.stride[0], 1);
-  EXPECT_EQ(view.stride[2], 6);
-
-  const auto refuse = [&](fa_status status, std::vector<std::string> text, std::function<void(DLTensor &)> apply) {
-    DLTensor source = valid;
-    apply(source);
-    std::memset(static_cast<void *>(&view), 0x33, sizeof view);
-    const fa_tensor before = view;
-    expect_refusal(fa_tensor_from_dlpack(&view, &source), status, fa_last_error(nullptr), text);
-    EXPECT_EQ(std::memcmp(&view, &before, sizeof view), 0) << "written on failure";
-  };
-  for (const int32_t ndim : {-1, 5, INT32_MAX, INT32_MIN}) {
-    refuse(FA_ERROR_SHAPE, {"ndim", std::to_string(ndim)}, [=](DLTensor &t) { t.ndim = ndim; });
-  }
-  refuse(FA_ERROR_INVALID_ARGUMENT, {"shape", "NULL"}, [](DLTensor &t) { t.shape = nullptr; });
-  refuse(FA_ERROR_DTYPE, {"dtype", "64 bits"}, [](DLTensor &t) { t.bits = 64; });
-  refuse(FA_ERROR_DTYPE, {"dtype", "code 77"}, [](DLTensor &t) { t.code = 77; });
-  refuse(FA_ERROR_DTYPE, {"dtype", "2 lanes"}, [](DLTensor &t) { t.lanes = 2; });
-  refuse(FA_ERROR_INVALID_ARGUMENT, {"byte_offset", std::to_string(UINT64_MAX)},
-         [](DLTensor &t) { t.byte_offset = UINT64_MAX; });
-  int64_t huge[3] = {INT64_MAX, 3, 4};
-  refuse(FA_ERROR_SHAPE, {"shape"}, [&](DLTensor &t) { t.shape = huge; });
-  expect_refusal(fa_tensor_from_dlpack(nullptr, &valid), FA_ERROR_INVALID_ARGUMENT, fa_last_error(nullptr), {"tensor", "NULL"});
-  expect_refusal(fa_tensor_from_dlpack(&view, nullptr), FA_ERROR_INVALID_ARGUMENT, fa_last_error(nullptr),
-                 {"dl_tensor", "NULL"});
 }
 
 }  // namespace

@@ -4,6 +4,8 @@
 
 #include <gtest/gtest.h>
 
+#include <string>
+
 #include "cuda/host/plan.h"
 #include "unit/cuda_problem.h"
 
@@ -29,6 +31,22 @@ inline JvpPlan jvp_plan(const JvpProblem &j, const Device &device) {
   ErrorText error;
   EXPECT_EQ(plan_jvp(j, device, plan, error), FA_OK) << error.text;
   return plan;
+}
+
+// family_pass_dtype_shape.
+inline bool is_kernel_name(const std::string &name) {
+  for (const std::string family : {"sm80", "sm90", "simt", "decode", "extend", "mla"}) {
+    for (const std::string pass : {"_fwd", "_bwd", "_jvp"}) {
+      for (const std::string dtype : {"_f32_", "_f16_", "_bf16_"}) {
+        const std::string start = family + pass + dtype;
+        if (name.size() > start.size() && name.compare(0, start.size(), start) == 0 &&
+            name.find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_") == std::string::npos) {
+          return true;
+        }
+      }
+    }
+  }
+  return false;
 }
 
 }  // namespace fa::cuda

@@ -13,7 +13,6 @@ import os
 import pathlib
 import subprocess
 import sys
-import tempfile
 import unittest
 
 try:
@@ -23,26 +22,17 @@ except importlib.metadata.PackageNotFoundError as error:
 if version != "0.5.23" and not version.startswith("0.5.23."):
     raise unittest.SkipTest(f"SGLang 0.5.23 is not installed, but {version}")
 
-from tests.torch_cases import SEED
+from tests.engine_cases import SMALL, WINDOW, EngineCase
 
-import torch
-import transformers
-
-VOCABULARY = 199
-#: Parameters are large, so that attention is far from uniform.
-SMALL = dict(
-    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    max_position_embeddings=512, initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
 #: By the name of the class: its configuration.
 MODELS = {
     "LlamaForCausalLM": SMALL,
     # Every other layer has a window. SGLang reads the name of the activation under its older key.
     "Gemma2ForCausalLM": dict(
-        SMALL, sliding_window=21, attn_logit_softcapping=2.0, query_pre_attn_scalar=20, hidden_act="gelu_pytorch_tanh"
+        SMALL, sliding_window=WINDOW, attn_logit_softcapping=2.0, query_pre_attn_scalar=20, hidden_act="gelu_pytorch_tanh"
     ),
     "Gemma3ForCausalLM": dict(
-        SMALL, sliding_window=21, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=20
+        SMALL, sliding_window=WINDOW, layer_types=["sliding_attention", "full_attention"], query_pre_attn_scalar=20
     ),
 }
 
@@ -97,12 +87,12 @@ import json, sys
 
 if __name__ == "__main__":
     import sglang
-    options, prompts, new, times = json.load(sys.stdin)
+    options, prompts, new, likely, times = json.load(sys.stdin)
     engine = sglang.Engine(**options)
     outputs = [
         engine.generate(
             input_ids=prompts, sampling_params=dict(temperature=0, max_new_tokens=new, ignore_eos=True),
-            return_logprob=True, top_logprobs_num=5,
+            return_logprob=True, top_logprobs_num=likely,
         )
         for _ in range(times)
     ]
@@ -111,18 +101,12 @@ if __name__ == "__main__":
 """
 
 
-class EngineTest(unittest.TestCase):
-    #: Of log probabilities.
-    TOLERANCE = 1e-4
-    REQUESTS, NEW = 6, 8
-    #: Requests that run together, and tokens of prompts in a step.
-    RUNNING, BUDGET = 3, 32
+class EngineTest(EngineCase):
+    MODELS = MODELS
 
     def setUp(self):
-        self.generator = torch.Generator().manual_seed(SEED)
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.model, self.notes, stand_ins = (pathlib.Path(folder.name, name) for name in ("model", "notes", "stand_ins"))
+        super().setUp()
+        self.notes, stand_ins = self.folder / "notes", self.folder / "stand_ins"
         package, description = stand_ins / "sgl_kernel", stand_ins / "fa_noting-1.dist-info"
         for path in (package, description):
             path.mkdir(parents=True)
@@ -139,24 +123,6 @@ class EngineTest(unittest.TestCase):
             SGLANG_PLUGINS="fa_noting", CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1",
         )  # fmt: skip
 
-    def save(self, name):
-        """A model of transformers, which SGLang finds in the folder."""
-        torch.manual_seed(SEED)
-        kind = getattr(transformers, name)
-        model = kind(kind.config_class(**MODELS[name])).eval()
-        model.set_attn_implementation("eager")
-        model.save_pretrained(self.model)
-        return model
-
-    def tokens(self, n):
-        return torch.randint(3, VOCABULARY, (n,), generator=self.generator).tolist()
-
-    def prompts(self, shared=0):
-        """Prompts that begin alike, of random lengths. The first and every third are longer than a step may compute."""
-        beginning = self.tokens(shared)
-        lengths = torch.randint(1, 40, (self.REQUESTS,), generator=self.generator).tolist()
-        return [beginning + self.tokens(n + 50 * (r % 3 == 0)) for r, n in enumerate(lengths)]
-
     def generate(self, prompts, times=1, **given):
         """Outputs of each time, and what the layers were called for: (mode, new tokens of each request, their lengths)."""
         options = dict(
@@ -164,7 +130,7 @@ class EngineTest(unittest.TestCase):
             disable_overlap_schedule=True, mem_fraction_static=0.3, max_total_tokens=2048, context_length=256, max_running_requests=self.RUNNING,
             chunked_prefill_size=self.BUDGET, disable_radix_cache=True, log_level="error",
         )  # fmt: skip
-        asked = json.dumps([{**options, **given}, prompts, self.NEW, times])
+        asked = json.dumps([{**options, **given}, prompts, self.NEW, self.LIKELY, times])
         self.notes.unlink(missing_ok=True)
         done = subprocess.run(
             [sys.executable, str(self.script)], input=asked, text=True, capture_output=True, env=self.environment, timeout=300
@@ -180,24 +146,14 @@ class EngineTest(unittest.TestCase):
         return outputs, by_layer[0]
 
     def assert_as_transformers(self, model, prompts, outputs):
-        """After the tokens before it, each token is the one that eager attention finds most likely, and log probabilities are the same."""
-        for prompt, output in zip(prompts, outputs):
-            tokens, given = output["output_ids"], output["meta_info"]["output_top_logprobs"]
-            self.assertEqual((len(tokens), len(given)), (self.NEW, self.NEW))
-            with torch.no_grad():
-                expected = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
-            for row, token, likely in zip(expected, tokens, given):
-                self.assertEqual(len(likely), 5)
-                for logprob, other, _ in likely:
-                    self.assertAlmostEqual(logprob, float(row[other]), delta=self.TOLERANCE)
-                self.assertAlmostEqual(float(row[token]), float(row.max()), delta=2 * self.TOLERANCE)
+        answers = []
+        for output in outputs:
+            likely = [{token: logprob for logprob, token, _ in each} for each in output["meta_info"]["output_top_logprobs"]]
+            answers.append((output["output_ids"], likely))
+        super().assert_as_transformers(model, prompts, answers)
 
     def computed(self, calls):
         return sum(sum(rows) for _, rows, _ in calls)
-
-    def needed(self, prompts):
-        """Tokens that have to be computed; the last one of a request does not."""
-        return sum(map(len, prompts)) + len(prompts) * (self.NEW - 1)
 
     def test_models(self):
         for name in MODELS:

@@ -11,7 +11,6 @@ import contextlib
 import importlib.metadata
 import os
 import sys
-import tempfile
 import unittest
 from unittest import mock
 
@@ -37,10 +36,9 @@ os.environ.update(
     CUDA_VISIBLE_DEVICES="",  # without a GPU, vLLM uses Triton only if GPUs are hidden on purpose
 )
 
-from tests.torch_cases import SEED
+from tests.engine_cases import SMALL, VOCABULARY, WINDOW, EngineCase
 
 import torch
-import transformers
 import vllm
 from vllm.config import CompilationMode
 from vllm.platforms.cpu import CpuPlatform
@@ -49,13 +47,6 @@ import flashattn.vllm
 
 torch.set_num_threads(1)  # more only slow such small models down
 
-VOCABULARY = 199
-#: Parameters are large, so that attention is far from uniform.
-SMALL = dict(
-    vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
-    max_position_embeddings=512, initializer_range=0.2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-)  # fmt: skip
-WINDOW = 21
 #: By the name of the class: its configuration.
 MODELS = {
     "LlamaForCausalLM": SMALL,
@@ -111,28 +102,19 @@ def choose(cls, selected_backend, attn_selector_config, num_heads=None):
     return selected_backend.get_path()
 
 
-class EngineTest(unittest.TestCase):
-    #: Of log probabilities. Transformers itself is 2e-5 from float64.
-    TOLERANCE = 1e-4
-    REQUESTS, NEW = 6, 8
-    #: Requests and tokens that a step may have, and tokens in a block of the cache.
-    RUNNING, BUDGET, SIZE = 3, 32, 16
+class EngineTest(EngineCase):
+    MODELS = MODELS
+    SIZE = 16  # tokens in a block of the cache
 
     def setUp(self):
-        self.generator = torch.Generator().manual_seed(SEED)
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        self.folder = stack.enter_context(tempfile.TemporaryDirectory())
-        stack.enter_context(mock.patch.object(CpuPlatform, "get_attn_backend_cls", classmethod(choose)))
+        super().setUp()
+        patch = mock.patch.object(CpuPlatform, "get_attn_backend_cls", classmethod(choose))
+        patch.start()
+        self.addCleanup(patch.stop)
         flashattn.vllm.register()
 
     def save(self, name, dtype=torch.float32):
-        """A model of transformers, which vLLM finds in the folder."""
-        torch.manual_seed(SEED)
-        kind = getattr(transformers, name)
-        model = kind(kind.config_class(**MODELS[name])).to(dtype).eval()
-        model.set_attn_implementation("eager")
-        model.save_pretrained(self.folder)
+        model = super().save(name, dtype)
         for block in model.transformer.h if name == "BloomForCausalLM" else ():
             block.mlp.gelu_impl = torch.nn.GELU()  # as in vLLM; transformers has the approximation by tanh
         return model
@@ -145,7 +127,7 @@ class EngineTest(unittest.TestCase):
                 max_model_len=256, max_num_seqs=self.RUNNING, max_num_batched_tokens=self.BUDGET, block_size=self.SIZE, kv_cache_memory_bytes=4 << 20,
                 enable_prefix_caching=False,
             )  # fmt: skip
-            llm = vllm.LLM(self.folder, **{**options, **given})
+            llm = vllm.LLM(str(self.model), **{**options, **given})
             client = llm.llm_engine.engine_core
             try:
                 runner = client.engine_core.model_executor.driver_worker.worker.model_runner
@@ -158,15 +140,6 @@ class EngineTest(unittest.TestCase):
             finally:
                 client.shutdown()
 
-    def tokens(self, n):
-        return torch.randint(3, VOCABULARY, (n,), generator=self.generator).tolist()
-
-    def prompts(self, shared=0):
-        """Prompts that begin alike, of random lengths. The first and every third are longer than a step may compute."""
-        beginning = self.tokens(shared)
-        lengths = torch.randint(1, 40, (self.REQUESTS,), generator=self.generator).tolist()
-        return [beginning + self.tokens(n + 50 * (r % 3 == 0)) for r, n in enumerate(lengths)]
-
     def generate(self, llm, prompts):
         """Outputs, and by layer what the backend was called with: (new tokens of each request, their lengths, the largest number of new tokens)."""
         batches = {}
@@ -178,7 +151,9 @@ class EngineTest(unittest.TestCase):
             batches.setdefault(layer.layer_name, []).append(seen)
             return forward(implementation, layer, query, key, value, kv_cache, batch, *rest, **named)
 
-        parameters = vllm.SamplingParams(temperature=0, max_tokens=self.NEW, ignore_eos=True, logprobs=5, detokenize=False)
+        parameters = vllm.SamplingParams(
+            temperature=0, max_tokens=self.NEW, ignore_eos=True, logprobs=self.LIKELY, detokenize=False
+        )
         with mock.patch.object(flashattn.vllm.Implementation, "forward", noting):
             outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
         self.assertEqual(len(batches), 2)
@@ -186,23 +161,13 @@ class EngineTest(unittest.TestCase):
         self.assertEqual(first, second)
         return outputs, first
 
-    def expected(self, model, prompts, outputs):
-        """By request, log probabilities (tokens, vocabulary) of what follows its prompt and each of its tokens but the last."""
-        for prompt, output in zip(prompts, outputs):
-            with torch.no_grad():
-                logits = model(torch.tensor([prompt + list(output.outputs[0].token_ids)])).logits
-            yield logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-
-    def assert_as_transformers(self, model, prompts, outputs, tolerance=TOLERANCE):
-        """After the tokens before it, each token is the one that eager attention finds most likely, and log probabilities are the same."""
-        for expected, output in zip(self.expected(model, prompts, outputs), outputs):
+    def assert_as_transformers(self, model, prompts, outputs, tolerance=EngineCase.TOLERANCE):
+        answers = []
+        for output in outputs:
             (completion,) = output.outputs
-            self.assertEqual(len(completion.token_ids), self.NEW)
-            for row, token, given in zip(expected, completion.token_ids, completion.logprobs):
-                self.assertGreaterEqual(len(given), 5)
-                for other, logprob in given.items():
-                    self.assertAlmostEqual(logprob.logprob, float(row[other]), delta=tolerance)
-                self.assertAlmostEqual(float(row[token]), float(row.max()), delta=2 * tolerance)
+            likely = [{token: given.logprob for token, given in each.items()} for each in completion.logprobs]
+            answers.append((list(completion.token_ids), likely))
+        super().assert_as_transformers(model, prompts, answers, tolerance)
 
     def assert_batched(self, batches):
         """Steps keep to the limits. Some have as many requests as there may be, some continue a prompt, some have prompts next to decode."""
@@ -216,10 +181,6 @@ class EngineTest(unittest.TestCase):
 
     def computed(self, batches):
         return sum(sum(rows) for rows, _, _ in batches)
-
-    def needed(self, prompts):
-        """Tokens that have to be computed; the last one of a request does not."""
-        return sum(map(len, prompts)) + len(prompts) * (self.NEW - 1)
 
     def test_models(self):
         for name in MODELS:
@@ -293,9 +254,10 @@ class EngineTest(unittest.TestCase):
                 model, prompts = self.save("MistralForCausalLM", dtype), self.prompts()
                 with self.engine(dtype=name) as llm:
                     outputs, _ = self.generate(llm, prompts)
-                narrow = list(self.expected(model, prompts, outputs))
+                given = [(prompt, list(output.outputs[0].token_ids)) for prompt, output in zip(prompts, outputs)]
+                narrow = [self.expected(model, *each) for each in given]
                 model.float()
-                error = max(float((x - y).abs().max()) for x, y in zip(narrow, self.expected(model, prompts, outputs)))
+                error = max(float((x - self.expected(model, *each)).abs().max()) for x, each in zip(narrow, given))
                 self.assert_as_transformers(model, prompts, outputs, error)
 
     def test_vllm_measures_memory_and_chooses_the_size_of_blocks(self):

@@ -121,7 +121,7 @@ class NaturalScores {
         {load_dropout_key(p_.dropout), dropout_head(p_, at_.batch, at_.head), (row_ + p_.dropout.first_query) >> 4}};
     const KeptHalves halves(p_.dropout.threshold);
     // Two calls at a time: one hides the latency of the other.
-    const uint32_t c0 = dropout_counter0(first_ + p_.dropout.first_key + (owns_odd_rows(lane_) ? 32 : 0), lane_);
+    const uint32_t c0 = lane_dropout_counter0(first_ + p_.dropout.first_key + (owns_odd_rows(lane_) ? 32 : 0), lane_);
     Philox4 random[2];
     DropoutTile::bits(
         random, [&](int) -> const DropoutTile & { return tile[0]; }, [&](int i) { return c0 + 16 * i; });

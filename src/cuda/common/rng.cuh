@@ -128,7 +128,7 @@ class DropoutTile {
 
 #ifdef __CUDACC__
 // The first word of the counter of a call for this lane's elements of the 16 keys from key0 on, a multiple of 16. Rows are queries; the next 16 keys have a counter 16 larger.
-__device__ __forceinline__ uint32_t dropout_counter0(int key0, int lane) {
+__device__ __forceinline__ uint32_t lane_dropout_counter0(int key0, int lane) {
   return static_cast<uint32_t>(key0 + 4 * (lane >> 3) + (lane & 3));
 }
 // Each lane has eight words of two calls, those of even rows for the first two of four tiles of 16 keys, the others for the last two. Returns what is kept of this lane's elements of all

@@ -7,7 +7,7 @@
 namespace fa::cuda {
 
 // The first word of the counter of a call for this lane's elements of the 16 keys from key0 on, a multiple of 16, and 16 queries. The next 16 keys have a counter 16 larger.
-__device__ __forceinline__ uint32_t transposed_dropout_counter0(int key0, int lane) {
+__device__ __forceinline__ uint32_t transposed_lane_dropout_counter0(int key0, int lane) {
   return static_cast<uint32_t>(key0 + 4 * (lane & 3) + (lane >> 3));
 }
 // Each lane has eight words of two calls, those of even keys for the first two of four tiles of 16 queries, the others for the last two. Returns what is kept of this lane's pairs of all

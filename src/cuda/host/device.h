@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "core/problem.h"
+#include "cuda/common/shared_memory.h"
 
 namespace fa::cuda {
 
@@ -28,14 +29,6 @@ struct Device {
   // lose more by the launches of a second pass than they gain. Tests choose smaller ones.
   double second_pass_from = 4e9;
 };
-
-// Shared memory that one CTA may use on devices of this compute capability, of unknown ones that of Hopper. The system reserves so much more for each CTA.
-constexpr int32_t shared_bytes_of(int32_t compute_capability) {
-  const int32_t major = compute_capability / 10;
-  if (compute_capability == 80 || compute_capability == 87) return 163 * 1024;
-  return (major == 8 || major == 12 ? 99 : 227) * 1024;
-}
-constexpr int32_t kReservedSharedBytes = 1024;
 
 // Keeps to kernels that devices of this compute capability run, too (fa_config::cuda_arch).
 void restrict_to(int32_t cuda_arch, Device &device);

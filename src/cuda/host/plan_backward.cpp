@@ -288,8 +288,7 @@ fa_status plan_backward_any_device(const BackwardProblem &b, const Needs &needs,
   if (auto row = std::find_if(tensor_core.begin(), tensor_core.end(), runs); row != tensor_core.end()) {
     // A kernel of small CTAs leaves an SM half empty that has no room for as many as it is made for.
     const auto fills_sm = [&](const KernelRow &other) {
-      return sm80::kBackwardShapes[other.shape].min_blocks * (other.shared_bytes + kReservedSharedBytes) <=
-             device.shared_bytes + kReservedSharedBytes;
+      return sm80::kBackwardShapes[other.shape].min_blocks <= ctas_that_fit(other.shared_bytes, device.shared_bytes);
     };
     const auto larger = std::find_if(row, tensor_core.end(), [&](const KernelRow &other) {
       return other.head_dim == row->head_dim && other.scores == row->scores && fills_sm(other) && runs(other);

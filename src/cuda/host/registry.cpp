@@ -69,6 +69,15 @@ constexpr ScoreSet hopper_text(const Shape &shape, bool reads_tiles) {
   return kScoreText | (stages_bias(shape.scores) || reads_tiles ? kTextTile : kPlain);
 }
 
+// Kernels for fp32 on tensor cores. They are not batch-invariant: whether a problem is long enough for them depends on max_seqlen_q. TMA loads planes
+// alone.
+constexpr void describe_fp32(KernelRow &row, ScoreSet scores) {
+  row.any_dtype = true;
+  row.operands = kFp32;
+  row.scores = scores;
+  row.features = kDeterministic | kSeparateV | kLeftPadding | kUnalignedRows | kNoTma | (scores != kPlain ? 0 : kPlainScores);
+}
+
 constexpr FeatureSet kCacheFeatures = kPagedKv | kSplitKv | kBatchInvariant | kDeterministic | kPlainScores | kNoTma;
 
 constexpr auto kRows = concatenate(
@@ -142,12 +151,7 @@ constexpr auto kRows = concatenate(
     rows_of(sm90_fp32::kForwardShapes, Family::sm90_fp32, Pass::forward,
             [](KernelRow &row, const sm90_fp32::ForwardShape &shape) {
               row.set = "sm90_fp32_fwd";
-              row.any_dtype = true;
-              row.operands = kFp32;
-              row.scores = shape.scores;
-              // Not batch-invariant: whether a problem is long enough for it depends on max_seqlen_q. TMA loads planes alone.
-              row.features = kDeterministic | kSeparateV | kLeftPadding | kUnalignedRows | kNoTma |
-                             (shape.scores != kPlain ? 0 : kPlainScores);
+              describe_fp32(row, shape.scores);
             }),
     rows_of(sm80::kBackwardShapes, Family::sm80, Pass::backward,
             [](KernelRow &row, const sm80::BackwardShape &shape) {
@@ -179,12 +183,7 @@ constexpr auto kRows = concatenate(
     rows_of(sm90_fp32::kBackwardShapes, Family::sm90_fp32, Pass::backward,
             [](KernelRow &row, const sm90_fp32::BackwardShape &shape) {
               row.set = "sm90_fp32_bwd";
-              row.any_dtype = true;
-              row.operands = kFp32;
-              row.scores = shape.scores;
-              // Not batch-invariant: whether a problem is long enough for it depends on max_seqlen_q. TMA loads planes alone.
-              row.features = kDeterministic | kSeparateV | kLeftPadding | kUnalignedRows | kNoTma |
-                             (shape.scores != kPlain ? 0 : kPlainScores);
+              describe_fp32(row, shape.scores);
             }),
     rows_of(sm90::kJvpShapes, Family::sm90, Pass::jvp, [](KernelRow &row, const sm90::JvpShape &) {
       row.set = "sm90_jvp";

@@ -75,7 +75,7 @@ struct ScoreTile {
   // Dropout numbers of kMt x 16 keys from key0 on x 16 queries of a row tile, in the order of an A operand: a half of a word for each.
   static __device__ __forceinline__ void dropout_numbers(uint32_t (&numbers)[kMt][4], const DropoutTile &dropout, int key0) {
     const int lane = static_cast<int>(threadIdx.x & 31);
-    const uint32_t c0 = transposed_dropout_counter0(key0, lane);
+    const uint32_t c0 = transposed_lane_dropout_counter0(key0, lane);
     Philox4 x[kMt];
     DropoutTile::bits(
         x, [&](int) -> const DropoutTile & { return dropout; }, [&](int i) { return c0 + 16 * i; });

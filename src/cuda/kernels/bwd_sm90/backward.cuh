@@ -36,6 +36,7 @@
 #include "cuda/kernels/bwd_sm90/dropout.cuh"
 #include "cuda/kernels/bwd_sm90/producer_warps.cuh"
 #include "cuda/kernels/bwd_sm90/shown_pairs.cuh"
+#include "cuda/kernels/bwd_sm90/split_tail.cuh"
 
 namespace fa::cuda::sm90 {
 template <class C>
@@ -303,7 +304,7 @@ class Backward : ProducerWarps<C> {
         release_kv(k_empty(kv_stage()));
         if constexpr (C::kKvStages > 1) kv_stage_ = uniform(kv_stage_ ^ 1);
       }
-      if (C::kSplitTail && cta_.work().splits > 1 && !add_splits()) {
+      if (C::kSplitTail && cta_.work().splits > 1 && !add_splits(cta_, wg_, dk_, dv_)) {
         work_index = cta_.work().work_index;
         release_work_tile(work_index++);
         continue;
@@ -345,44 +346,6 @@ class Backward : ProducerWarps<C> {
   __device__ __forceinline__ void release_kv(uint32_t empty) const {
     __syncwarp();
     mbarrier_arrive_if(cta_.lane == 0, empty);
-  }
-
-  // Writes this warp's dk and dv of a split to the workspace. In the warp that comes last of those with the same keys, dk and dv become the sum of
-  // all splits, in their order, and it returns true.
-  __device__ __forceinline__ bool add_splits() {
-    const SplitTail &tail = cta_.params.split_tail;
-    const int warp = wg_ * 4 + cta_.warp, tile = cta_.work().q_tiles_end, splits = cta_.work().splits;
-    constexpr int kWarpVectors = C::kD / 4 * 32, kSplitVectors = C::kConsumerWarpgroups * 4 * kWarpVectors;
-    float4 *first = reinterpret_cast<float4 *>(tail.partials) + int64_t{tile} * tail.max_splits * kSplitVectors +
-                    warp * kWarpVectors + opaque(cta_.lane);
-    float4 *mine = first + cta_.work().split * kSplitVectors;
-#pragma unroll
-    for (int j = 0; j < C::kD / 8; ++j) {
-      __stcg(mine + j * 32, float4_of(dk_, j));
-      __stcg(mine + (C::kD / 8 + j) * 32, float4_of(dv_, j));
-    }
-    __threadfence();
-    __syncwarp();
-    int before = 0;
-    if (cta_.lane == 0) before = atomicAdd(tail.counters + tile * C::kConsumerWarpgroups * 4 + warp, 1);
-    before = __shfl_sync(~0u, before, 0);
-    if (before != splits - 1) return false;
-    __threadfence();
-#pragma unroll
-    for (int i = 0; i < C::kD / 2; ++i) dk_[i] = dv_[i] = 0.f;
-#pragma unroll 1
-    for (int n = 0; n < splits; ++n) {
-      add_split(dk_, first + n * kSplitVectors);
-      add_split(dv_, first + n * kSplitVectors + C::kD / 8 * 32);
-    }
-    return true;
-  }
-  static __device__ __forceinline__ void add_split(float (&sum)[C::kD / 2], const float4 *split) {
-#pragma unroll
-    for (int j = 0; j < C::kD / 8; ++j) {
-      const float4 x = __ldcg(split + j * 32);
-      sum[4 * j] += x.x, sum[4 * j + 1] += x.y, sum[4 * j + 2] += x.z, sum[4 * j + 3] += x.w;
-    }
   }
 
   // One iteration: everything for Q tile `q_tile` but its dq, and dq of the previous Q tile. n counts the iterations of all

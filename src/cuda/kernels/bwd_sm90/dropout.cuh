@@ -24,7 +24,7 @@ struct DroppedPairs {
   // smem_key: address of the problem's key in shared memory, from where it is read each time: round keys held in registers would spill others.
   __device__ __forceinline__ void draw(uint32_t smem_key, const Problem &p, uint32_t bh, int row0, int key0, int lane) {
     const DropoutKey key{ld_shared_4(smem_key), ld_shared_4(smem_key + 4), ld_shared_4(smem_key + 8)};
-    const uint32_t c0 = transposed_dropout_counter0(key0 + p.dropout.first_key, lane);
+    const uint32_t c0 = transposed_lane_dropout_counter0(key0 + p.dropout.first_key, lane);
     const KeptHalves halves(p.dropout.threshold);
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {

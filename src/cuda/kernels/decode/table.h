@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "cuda/common/shared_memory.h"
 #include "cuda/kernels/decode/shared_storage.h"
 #include "cuda/kernels/decode/table_8bit.h"
 
@@ -38,9 +39,9 @@ struct Shape {
   constexpr int32_t kv_step() const { return kv_groups * kv_tile; }
   constexpr int32_t threads() const { return row_warps * kv_groups * 32; }
   constexpr int32_t shared_bytes() const { return static_cast<int32_t>(storage_bytes); }
-  // CTAs per SM where a CTA may have at most max_shared_bytes of shared memory; the system reserves 1 KB for each CTA.
+  // CTAs per SM where a CTA may have at most max_shared_bytes of shared memory.
   constexpr int32_t ctas_per_sm(int32_t max_shared_bytes) const {
-    return std::min(max_ctas_per_sm, (max_shared_bytes + 1024) / (shared_bytes() + 1024));
+    return std::min(max_ctas_per_sm, ctas_that_fit(shared_bytes(), max_shared_bytes));
   }
 };
 

@@ -136,7 +136,7 @@ class TileScoreMods {
     if constexpr (C::has(kDropout)) {
       if (C::has(kAnyBias) && rows.p.dropout.threshold == 0) return;  // kernels for dropout alone have no branch here
       Philox4 random[kMt];
-      const uint32_t c0 = dropout_counter0(key0 + rows.p.dropout.first_key, rows.lane);
+      const uint32_t c0 = lane_dropout_counter0(key0 + rows.p.dropout.first_key, rows.lane);
       DropoutTile::bits(
           random, [&](int i) -> const DropoutTile & { return dropout_[i]; }, [&](int) { return c0; });
       const KeptHalves halves(rows.p.dropout.threshold);

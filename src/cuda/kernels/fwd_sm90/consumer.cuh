@@ -11,7 +11,6 @@
 #include "cuda/common/nan_safe.cuh"
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/score_mod.cuh"
-#include "cuda/common/score_text.cuh"
 #include "cuda/common/softmax.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/fwd_sm90/alibi.cuh"
@@ -21,6 +20,7 @@
 #include "cuda/kernels/fwd_sm90/head_max.cuh"
 #include "cuda/kernels/fwd_sm90/promotion.cuh"
 #include "cuda/kernels/fwd_sm90/recompute.cuh"
+#include "cuda/kernels/fwd_sm90/tile_scores.cuh"
 
 namespace fa::cuda::sm90 {
 
@@ -338,13 +338,15 @@ class Consumer {
     mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     // Masks as data take many registers. S is not in use yet.
     constexpr bool kAsksBesideS = C::kHasDataMask ? ScoreText::kMasksAlone && !ScoreText::kAlone : kSpareRegisters;
-    if (C::kHasDataMask && !kAsksBesideS && masked) find_visible(t, first_key(t, n, /*released=*/false), visible);
+    if (C::kHasDataMask && !kAsksBesideS && masked)
+      TileScores<C>::find_visible(a_, smem_, at_, work_, k_, t, first_key(t, n, /*released=*/false), visible);
     if (!kEarlyK) wait_v();
     fence_operands();
     issue_qk();
     if constexpr (C::kHasDropout) draw_dropout(t, first_key(t, n, /*released=*/false));
     // While the wgmmas run.
-    if (kAsksBesideS && masked) find_visible(t, first_key(t, n, /*released=*/false), visible);
+    if (kAsksBesideS && masked)
+      TileScores<C>::find_visible(a_, smem_, at_, work_, k_, t, first_key(t, n, /*released=*/false), visible);
     if (kEarlyK) wait_v();
     wgmma_fence();
     issue_pv(first_pv);
@@ -366,9 +368,12 @@ class Consumer {
         bias_.add_global(t, bias_batch(), first_key(t, n, /*released=*/true), s_);
       }
     }
-    if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/false>(t, first_key(t, n, /*released=*/true));
+    if constexpr (C::kHasScoreText)
+      TileScores<C>::template apply_text</*kInside=*/false>(a_, smem_, at_, work_, bias_, t, first_key(t, n, /*released=*/true),
+                                                            s_);
     if (masked) {
-      if (!kSpareRegisters && !C::kHasDataMask) find_visible(t, first_key(t, n, /*released=*/true), visible);
+      if (!kSpareRegisters && !C::kHasDataMask)
+        TileScores<C>::find_visible(a_, smem_, at_, work_, k_, t, first_key(t, n, /*released=*/true), visible);
       apply_mask(visible);
     }
     bool rescaled;
@@ -411,7 +416,8 @@ class Consumer {
     if constexpr (C::kMixtures) {
       if (bias_.staged()) bias_.add_staged(s_);
     }
-    if constexpr (C::kHasScoreText) apply_score_text</*kInside=*/true>(t, key0(/*released=*/true));
+    if constexpr (C::kHasScoreText)
+      TileScores<C>::template apply_text</*kInside=*/true>(a_, smem_, at_, work_, bias_, t, key0(/*released=*/true), s_);
     float sum[2] = {0.f, 0.f};
     bool rescaled;  // out must be multiplied by softmax_.rescale
     bool searches = true;
@@ -602,88 +608,6 @@ class Consumer {
       apply_score_mods<Fragment, kSoftcapAlibi, FastTanhMath>(
           s_, p_, a_.raw, [&](int) { return head; }, [&](int r) { return at_.row(t, r) + diagonal; });
     }
-  }
-  // The score of the text, for the KV tile that begins with key0. kInside: all keys are within the sequence.
-  template <bool kInside>
-  __device__ __forceinline__ void apply_score_text(const WorkTile &t, int key0) {
-    const ScorePlace place = smem_.score_place(p_, t, work_.stage());
-    const ScoreText text{place, score_text_args(a_)};
-    const int first = key0 + Fragment::first_key(at_.lane);
-    if constexpr (C::kStagesBias) bias_.wait();
-    if constexpr (ScoreText::kScores) {
-      const float scale = p_.softmax_scale, first_number = static_cast<float>(first);
-      const int rows[2] = {kInside ? min(at_.row(t, 0), t.seqlen_q - 1) : at_.row(t, 0),
-                           kInside ? min(at_.row(t, 1), t.seqlen_q - 1) : at_.row(t, 1)};
-      const float row_numbers[2] = {static_cast<float>(rows[0]), static_cast<float>(rows[1])};
-#pragma unroll
-      for (int block = 0; block < C::kKeys / 16; ++block) {
-        uint32_t pairs[4] = {};  // of the staged tensor
-        if constexpr (C::kStagesBias) bias_.load_pairs(block, pairs);
-#pragma unroll
-        for (int m = 0; m < 8; ++m) {
-          const int n = 8 * block + m, r = m >> 1 & 1, key = Fragment::key(n);
-          const float number = first_number + static_cast<float>(key);
-          StagedElement staged;
-          if constexpr (C::kStagesBias) staged = {true, to_float<Element>(m & 1 ? pairs[m / 2] >> 16 : pairs[m / 2] & 0xFFFFu)};
-          s_[n] = kInside ? text.score_inside(s_[n] * scale, rows[r], first / 2 + key / 2, key % 2 != 0, row_numbers[r], number,
-                                              staged)
-                          : text.score(s_[n] * scale, rows[r], first + key, row_numbers[r], number, staged);
-        }
-      }
-    }
-    if constexpr (C::kStagesBias) bias_.release();
-  }
-  // Which of a partial KV tile's keys, from key0 on, this lane's two rows see: one bit for each column that the lane holds.
-  __device__ __forceinline__ void find_visible(const WorkTile &t, int key0, uint32_t (&visible)[2]) const {
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      visible[r] = visible_bits<Fragment>(keys_of_query({a_.limits, t.seqlen_q, t.seqlen_k}, at_.row(t, r)), key0, at_.lane);
-    if constexpr (C::kHasDataMask) {
-      constexpr int kCells = C::kKeys / kCell;
-      // Unrolled: behind a loop without wgmma the compiler no longer takes the pipelines' stages for uniform, and an iteration without masks moves every
-      // descriptor to uniform registers. Kernels for mixtures have no registers for it.
-      uint32_t codes = ~0u;  // every cell visible and partial
-      if constexpr (C::kHasCellCodes) codes = __shfl_sync(~0u, at_.lane == 0 ? smem_.cell_codes(k_.stage(), k_.phase()) : 0, 0);
-      if constexpr (C::kHasScoreText) hide_by_text(t, key0, codes, visible);
-      if constexpr (ScoreText::kMasksAlone) return;
-#pragma unroll(C::kMixtures ? 1 : 2 * kCells)
-      for (int n = 0; n < 2 * kCells; ++n) {
-        const int r = n & 1, cell = n >> 1;
-        const uint32_t code = codes >> 2 * (at_.wg * kCells + cell) & 3;
-        uint32_t hidden = code == 1 ? 0 : 0xFFFF;  // 1: visible and not partial
-        if (code > 1) {
-          const uint64_t keys = visible_key_bits(a_.mask, p_, smem_.masked_tiles(work_.stage()).batch, t.head_q, at_.row(t, r),
-                                                 key0 + cell * kCell);
-          hidden ^= qk_fragment_bits(keys, at_.lane);
-        }
-        hidden <<= 16 * cell;
-        visible[0] &= ~(r == 0 ? hidden : 0);
-        visible[1] &= ~(r == 1 ? hidden : 0);
-      }
-    }
-  }
-  // The keys that the score text hides, and those of cells that the cell map does not show. `codes`: two bits a cell of the KV tile.
-  __device__ __forceinline__ void hide_by_text(const WorkTile &t, int key0, uint32_t codes, uint32_t (&visible)[2]) const {
-    constexpr int kCells = C::kKeys / kCell;
-    const ScorePlace place = smem_.score_place(p_, t, work_.stage());
-    const ScoreText text{place, score_text_args(a_)};
-#pragma unroll
-    for (int cell = 0; cell < kCells; ++cell) {
-      const uint32_t code = codes >> 2 * (at_.wg * kCells + cell) & 3;
-      uint32_t hidden[2] = {code == 0 ? 0xFFFFu : 0, code == 0 ? 0xFFFFu : 0};
-      if (ScoreText::kVisible && code > 1) {
-#pragma unroll
-        for (int m = 0; m < 16; ++m) {
-          const int key = key0 + cell * kCell + Fragment::first_key(at_.lane) + 8 * (m / 2) + m % 2;
-#pragma unroll
-          for (int r = 0; r < 2; ++r)
-            if (!text.visible(at_.row(t, r), key)) hidden[r] |= 1u << m;
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < 2; ++r) visible[r] &= ~(hidden[r] << 16 * cell);
-    }
-    asm volatile("" : "+r"(visible[0]), "+r"(visible[1]));  // not where the bits are used, behind the wait for S
   }
   __device__ __forceinline__ void apply_mask(const uint32_t (&visible)[2]) {
 #pragma unroll

@@ -14,7 +14,7 @@ class DropoutWords {
  public:
   // Those of the rows of `tile` and of the keys from `key` on, counted as the rule of the random bits counts them.
   __device__ __forceinline__ void draw(const DropoutTile &tile, int key, int lane) {
-    const uint32_t c0 = dropout_counter0(key + (owns_odd_rows(lane) ? 16 : 0), lane);
+    const uint32_t c0 = lane_dropout_counter0(key + (owns_odd_rows(lane) ? 16 : 0), lane);
     DropoutTile::bits(
         random_, [&](int) -> const DropoutTile & { return tile; }, [&](int n) { return c0 + 32 * n; });
   }

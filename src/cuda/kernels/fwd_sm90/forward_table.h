@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cuda/common/shared_memory.h"
 #include "cuda/common/swizzle_atom.h"
 #include "cuda/kernels/fwd_sm90/shared_storage.h"
 #include "cuda/kernels/fwd_sm90_wide/shared_storage.h"
@@ -13,7 +14,6 @@
 namespace fa::cuda::sm90 {
 
 constexpr int32_t kAnyLength = INT32_MAX;
-constexpr int32_t kMaxSharedBytes = 227 * 1024;  // of the CTAs of an SM, with 1 KB more for each CTA
 
 // Which kernels skip left padding (unpadded_keys). Work tiles of one warpgroup are so short that the one test for it costs up to 3 %. Kernels for
 // mixtures have it in the cell map.
@@ -66,7 +66,9 @@ struct ForwardShape {
   constexpr bool persistent() const { return !wide(); }
   constexpr int32_t q_box_atoms() const { return wide() ? 1 : k_box_atoms; }
   // CTAs per SM. With one consumer warpgroup, other CTAs fill the gaps between its wgmmas.
-  constexpr int32_t blocks_at_once() const { return groups > 1 ? 1 : std::min(kMaxSharedBytes / (storage_bytes + 1024), 3); }
+  constexpr int32_t blocks_at_once() const {
+    return groups > 1 ? 1 : std::min(ctas_that_fit(storage_bytes, shared_bytes_of(90)), 3);
+  }
   // Whether a KV tile of more than a cell is too coarse for blocks of keys: smaller blocks would leave most of it masked.
   constexpr bool is_too_coarse(int64_t block_keys) const {
     return kv_tile > 64 && block_keys % kv_tile != 0 && !takes_mixtures(scores);

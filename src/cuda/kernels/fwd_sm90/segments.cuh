@@ -93,7 +93,7 @@ class SegmentConsumer : private Consumer<C> {
     mbarrier_wait(smem_.k_full(k_.stage()), k_.phase());
     Base::fence_operands();
     Base::issue_qk();
-    if (masked) Base::find_visible(t, n * C::kKeys, visible);
+    if (masked) TileScores<C>::find_visible(a_, smem_, at_, work_, k_, t, n * C::kKeys, visible);
     if (has_pv) {
       mbarrier_wait(smem_.v_full(v_.stage()), v_.phase());
       if (fresh) clear_v_tail();
