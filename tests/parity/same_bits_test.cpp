@@ -167,25 +167,66 @@ TEST_P(SameBits, OfLongLatentCaches) {
   }
 }
 
-// So many segments that a CTA of decoding has several of one work tile, and stores them until the total of those before them arrives.
+// So many segments that a CTA of decoding has several of one work tile, and stores them until the total of those before them arrives. With 7 and 14
+// heads clusters fold them in 2 and 3 rounds, on devices of 132 SMs.
 TEST_P(SameBits, OfLongSequences) {
   if (!cuda_) GTEST_SKIP() << "CPU threads fold segments in order";
   std::mt19937_64 rng(static_cast<uint64_t>(seed_for("same bits: long")));
   SameBitsProblem p;
   p.dtype = p.key_dtype = FA_BFLOAT16;
-  p.rows = 24 * 1024 + 77;
+  p.rows = 23 * 1024 + 77;
   p.heads_q = p.heads_k = 24;
   p.head_dim = p.head_dim_v = 8;
   const SameBitsSequence s = make_sequence(p, rng);
   const SameBitsResult all = run(backend(), p, s, whole(p), rng);
   ASSERT_EQ(all.status, FA_OK) << all.error;
-  for (const auto &[rows, heads] : {std::pair{1, 24}, {17, 24}, {200, 24}, {1, 2}}) {
+  for (const auto &[rows, heads] : {std::pair{1, 24}, {17, 24}, {200, 24}, {1, 2}, {1, 7}, {1, 14}}) {
     for (const Storage storage : {Storage::kPadded, Storage::kPaged}) {
       SameBitsCall c = whole(p);
       c.first_row = p.rows - rows;
       c.end_head = heads;
       c.storage = storage;
       c.page_size = 64;
+      const SameBitsResult part = run(backend(), p, s, c, rng);
+      ASSERT_EQ(part.status, FA_OK) << part.error;
+      EXPECT_TRUE(equal(p, all, c, part)) << all.kernel << " and " << part.kernel;
+    }
+  }
+}
+
+// Single tokens over as many segments as teams of one to eight CTAs of a cluster share, against the same rows of a prompt.
+TEST_P(SameBits, OfSingleTokens) {
+  if (!cuda_) GTEST_SKIP() << "clusters are those of Hopper";
+  std::mt19937_64 rng(static_cast<uint64_t>(seed_for("same bits: tokens " + backend().name())));
+  SameBitsProblem plain;
+  plain.dtype = plain.key_dtype = FA_BFLOAT16;
+  plain.rows = 9000;
+  plain.heads_q = 24;
+  plain.heads_k = 2;
+  plain.head_dim = plain.head_dim_v = 128;
+  SameBitsProblem rising = plain, narrow = plain, modified = plain, window = plain;
+  rising.numbers = Numbers::kRising;
+  narrow.dtype = narrow.key_dtype = FA_FLOAT16;
+  narrow.heads_q = 10;
+  narrow.head_dim = narrow.head_dim_v = 64;
+  narrow.numbers = Numbers::kSpikes;
+  modified.heads_q = 4;
+  modified.softcap = 3;
+  modified.alibi = modified.sink = true;
+  window.head_dim = 72;
+  window.head_dim_v = 40;
+  window.window_left = 4100;
+  window.numbers = Numbers::kWide;
+  for (const SameBitsProblem &p : {plain, rising, narrow, modified, window}) {
+    const SameBitsSequence s = make_sequence(p, rng);
+    const SameBitsResult all = run(backend(), p, s, whole(p), rng);
+    ASSERT_EQ(all.status, FA_OK) << all.error;
+    for (const int64_t keys : {1, 130, 1000, 1025, 2048, 3000, 4097, 5500, 8000, 8192, 8193, 9000}) {
+      SameBitsCall c = whole(p);
+      c.first_row = keys - 1;
+      c.end_row = c.keys = keys;
+      c.storage = keys % 2 == 0 ? Storage::kPaged : Storage::kPacked;
+      c.page_size = 16;
       const SameBitsResult part = run(backend(), p, s, c, rng);
       ASSERT_EQ(part.status, FA_OK) << part.error;
       EXPECT_TRUE(equal(p, all, c, part)) << all.kernel << " and " << part.kernel;

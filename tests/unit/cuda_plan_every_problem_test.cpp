@@ -98,7 +98,7 @@ TEST(CudaPlan, EveryLineOfTheTablesIsReached) {
             for (const auto &[keys_of, paged] : {std::pair{Dtype::bf16, false}, {Dtype::i8, false}, {Dtype::bf16, true}}) {
               same.k.dtype = same.v.dtype = keys_of;
               if (paged) set_pages(same, 16);
-              for (const int64_t queries : {1, 500, 2000}) {
+              for (const int64_t queries : {1, 16, 500, 2000}) {
                 same.q_lengths.max_len = queries;
                 ForwardPlan plan;
                 ErrorText error;

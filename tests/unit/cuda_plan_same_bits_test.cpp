@@ -3,9 +3,12 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <functional>
 #include <string>
 #include <utility>
+#include <vector>
 
+#include "cuda/kernels/extend/table.h"
 #include "cuda/kernels/mla/table.h"
 #include "unit/cuda_plans.h"
 
@@ -45,6 +48,49 @@ TEST(CudaPlan, SameBitsHaveTheirKernels) {
         EXPECT_FALSE((kernel_of(without).features & kSameBits) != 0);
       }
     }
+  }
+}
+
+// One token over few sequences: a cluster of CTAs for each KV head, where no CTA then has more segments than without, and the device has room.
+TEST(CudaPlan, SameBitsOfFewSequencesHaveClusters) {
+  const auto plan_of = [](int64_t batch, int64_t heads, int64_t keys, const std::function<void(MaskedProblem &)> &set = {}) {
+    MaskedProblem p = problem(1, keys, 128);
+    p.batch = batch;
+    p.heads_k = heads;
+    p.group = 8;
+    p.heads_q = heads * p.group;
+    p.same_bits = p.batch_invariant = p.deterministic = true;
+    if (set) set(p);
+    p.heads_q = heads * p.group;
+    return forward_plan(p, h200());
+  };
+  const struct {
+    int64_t batch, heads, keys;
+    int32_t cluster;
+  } cases[] = {{1, 8, 1, 8},     {1, 8, 2048, 8},   {1, 8, 8192, 8}, {1, 8, 8193, 0},   {1, 8, 131072, 0},
+               {1, 1, 8192, 16}, {1, 7, 16384, 16}, {2, 7, 8192, 8}, {2, 8, 8192, 0},   {2, 8, 4096, 4},
+               {3, 8, 2048, 4},  {4, 7, 4096, 4},   {4, 8, 2048, 0}, {1, 7, 24000, 16}, {2, 7, 24000, 8}};
+  for (const auto &[batch, heads, keys, cluster] : cases) {
+    const ForwardPlan plan = plan_of(batch, heads, keys);
+    ASSERT_EQ(plan.family, Family::extend);
+    EXPECT_EQ(plan.cluster, cluster) << batch << " x " << heads << " x " << keys;
+    EXPECT_EQ(extend::kShapes[plan.shape].clustered, cluster > 0);
+    if (cluster == 0) continue;
+    EXPECT_EQ(plan.blocks, batch * heads * cluster);
+    EXPECT_EQ(plan.workspace_bytes, 0u);
+    EXPECT_EQ(plan.counters, 0);
+    EXPECT_LE(plan.blocks, h200().multiprocessors);
+  }
+  EXPECT_EQ(plan_of(1, 8, 2048, [](MaskedProblem &p) { p.group = 16; }).cluster, 8);
+  for (const auto &set : std::vector<std::function<void(MaskedProblem &)>>{
+           [](MaskedProblem &p) { p.q_lengths.max_len = 2; },
+           [](MaskedProblem &p) { p.group = 17; },
+           [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 136; },
+           [](MaskedProblem &p) { p.k.dtype = p.v.dtype = Dtype::e4m3; },
+           [](MaskedProblem &p) { p.same_bits = false; },
+       }) {
+    const ForwardPlan plan = plan_of(1, 8, 8192, set);
+    EXPECT_FALSE(plan.family == Family::extend && extend::kShapes[plan.shape].clustered);
   }
 }
 

@@ -21,6 +21,40 @@ int64_t segment_bytes(const ForwardProblem &p, const extend::Shape &shape) {
   return tiles * segments_of(p) * shape.rows() * shape.head_dim * int64_t{sizeof(float)};
 }
 
+// FA_FLAG_SAME_BITS with one token: the CTAs of a cluster for each KV head; 0: no clusters. A cluster lives in one GPC, and a CTA takes all of an SM.
+// GPCs have 8 to 18 SMs: an H200 of 132 SMs had room for 7 clusters of 16, 15 of 8 and 30 of 4. One more would have to wait for the others, so
+// clusters fill 7/8 of the device at most.
+int32_t cluster_of(const ForwardProblem &p, const Device &device) {
+  constexpr int64_t kLeast = 4, kPortable = 8, kLargeChip = 121;
+  const int64_t tiles = p.batch * p.heads_k, room = int64_t{device.multiprocessors} * 7 / 8,
+                segments = ceil_div(p.k_lengths.max_len, kSegmentKeys);
+  int64_t ctas = device.multiprocessors >= kLargeChip ? extend::kMaxClusterSize : kPortable;
+  while (ctas >= kLeast && ctas * tiles > room) ctas /= 2;
+  const bool gains = ceil_div(segments, ctas) <= ceil_div(segments * tiles, device.multiprocessors);
+  return ctas >= kLeast && gains ? static_cast<int32_t>(ctas) : 0;
+}
+
+bool plan_clusters(const ForwardProblem &p, const Needs &needs, const Device &device, std::span<const KernelRow> kernels,
+                   ForwardPlan &plan) {
+  const int32_t cluster = cluster_of(p, device);
+  if (cluster == 0) return false;
+  for (int32_t n = 0; n < extend::kNumShapes; ++n) {
+    const extend::Shape &shape = extend::kShapes[n];
+    if (!shape.clustered || !can_run(kernels[static_cast<size_t>(n)], needs, device)) continue;
+    if (p.q_lengths.max_len * p.group > shape.rows()) continue;
+    plan.family = Family::extend;
+    plan.shape = n;
+    plan.row_blocks = 1;
+    plan.rows_per_token = static_cast<int32_t>(p.group);
+    plan.cluster = cluster;
+    plan.blocks = p.batch * p.heads_k * cluster;
+    plan.num_splits = cluster;
+    plan.reason = "extend kernel for FA_FLAG_SAME_BITS: a cluster of CTAs for each KV head shares its segments of 1024 keys";
+    return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
@@ -36,11 +70,12 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   const bool kv_8bit = is_quantised(p.k.dtype);
   const std::span<const KernelRow> kernels = candidates(Family::extend, Pass::forward, needs);
   if (kernels.empty()) return false;
+  if (p.same_bits && plan_clusters(p, needs, device, kernels, plan)) return true;
   int32_t found = 0;
   for (; found < extend::kNumShapes; ++found) {
     if (!can_run(kernels[static_cast<size_t>(found)], needs, device)) continue;
     const bool few_tiles = has_few(p.batch * p.heads_k * ceil_div(rows, kShapes[found].rows()));
-    if (kShapes[found].same_bits != p.same_bits) continue;
+    if (kShapes[found].same_bits != p.same_bits || kShapes[found].clustered) continue;
     // Under FA_FLAG_SAME_BITS the combine kernel has a partial for each segment of every work tile.
     const bool combines = few_tiles && (!p.same_bits || segment_bytes(p, kShapes[found]) <= kMostSegmentBytes);
     if (kShapes[found].uses_combine_kernel == (!splits_by_sequence(p) && combines)) break;

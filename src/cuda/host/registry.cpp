@@ -138,6 +138,7 @@ constexpr auto kRows = concatenate(
                              (shape.same_bits ? kSameBits | kBatchInvariantVarlenQ
                               : kv_8bit       ? 0
                                               : kLeftPadding);
+              if (shape.clustered) row.max_queries = 1;
             }),
     rows_of(mla::kShapes, Family::mla, Pass::forward,
             [](KernelRow &row, const mla::Shape &shape) {

@@ -138,6 +138,28 @@ void add_same_bits_cases(std::vector<Case> &all) {
       }
     }
   }
+  // ... and one token over few sequences, whose segments teams of CTAs share: lengths on the device, one to three segments, more and fewer than
+  // eight rows.
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 128}) {
+      for (const int64_t group : {2, 12}) {
+        Case c = forward_only("every kernel for same bits of tokens", all, dtype, head_dim);
+        c.flags = FA_FLAG_SAME_BITS;
+        c.batch = 4;
+        c.heads_k = 2;
+        c.heads_q = group * c.heads_k;
+        c.q.seqlen = 1;
+        c.k.seqlen = 2300;
+        c.k.used = {2300, 1025, 200, 0};
+        c.nan_visible = 3;
+        if (dtype == FA_BFLOAT16) {
+          c.page_size = 16;
+          c.window_left = 1500;
+        }
+        all.push_back(c);
+      }
+    }
+  }
   // ... and prompts: several segments and a row block that is not full, under a window whose edge the warpgroups of a row block see in different
   // KV tiles; fp16 packed, bf16 with lengths on the device.
   for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {

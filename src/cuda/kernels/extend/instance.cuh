@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cuda/kernels/decode/combine.cuh"
+#include "cuda/kernels/extend/cluster.cuh"
 #include "cuda/kernels/extend/extend.cuh"
 
 namespace fa::cuda::extend {
@@ -10,13 +11,19 @@ namespace fa::cuda::extend {
 template <typename Element, int kShapeIndex, Format kFormat = Format::same>
 decode::Kernels instance() {
   constexpr Shape kShape = kShapes[kShapeIndex];
-  using ThisConfig = Config<Element, kShape.head_dim, kShape.consumer_warpgroups, kShape.keys, kShape.stages, kFormat,
-                            kShape.stages_8bit, kShape.uses_combine_kernel, kShape.same_bits>;
-  static_assert(ThisConfig::kSharedBytes == kShape.shared_bytes() && ThisConfig::kThreads == kShape.threads());
-  if constexpr (kFormat == Format::i8) {  // the combine kernel reads neither K nor V: that for e4m3 is the same
-    return {reinterpret_cast<const void *>(&extend<ThisConfig>), instance<Element, kShapeIndex, Format::e4m3>().combine};
+  if constexpr (kShape.clustered) {
+    using ThisConfig = ClusterConfig<Element, kShape.head_dim, kShape.stages>;
+    static_assert(ThisConfig::kKvTile == kShape.keys && ThisConfig::kThreads == kShape.threads() && kFormat == Format::same);
+    return {reinterpret_cast<const void *>(&extend_clustered<ThisConfig>), nullptr};
   } else {
-    return {reinterpret_cast<const void *>(&extend<ThisConfig>), decode::combine_kernel<ThisConfig>()};
+    using ThisConfig = Config<Element, kShape.head_dim, kShape.consumer_warpgroups, kShape.keys, kShape.stages, kFormat,
+                              kShape.stages_8bit, kShape.uses_combine_kernel, kShape.same_bits>;
+    static_assert(ThisConfig::kSharedBytes == kShape.shared_bytes() && ThisConfig::kThreads == kShape.threads());
+    if constexpr (kFormat == Format::i8) {  // the combine kernel reads neither K nor V: that for e4m3 is the same
+      return {reinterpret_cast<const void *>(&extend<ThisConfig>), instance<Element, kShapeIndex, Format::e4m3>().combine};
+    } else {
+      return {reinterpret_cast<const void *>(&extend<ThisConfig>), decode::combine_kernel<ThisConfig>()};
+    }
   }
 }
 

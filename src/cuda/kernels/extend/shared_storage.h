@@ -80,4 +80,30 @@ constexpr size_t storage_bytes_of(bool same_bits) {
                    : sizeof(SharedStorage<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>);
 }
 
+// Kernels for FA_FLAG_SAME_BITS whose CTAs form clusters (cluster.cuh).
+constexpr int32_t kClusterRows = 16;     // of a CTA
+constexpr int32_t kClusterKvTile = 128;  // keys of a tile, and of a stage of K
+constexpr int32_t kMaxClusterSize = 16;  // CTAs
+
+// A stage has kClusterKvTile keys of K, or, where several CTAs share a segment, fewer columns of V of so many more keys. uint64_t members are
+// mbarriers. `out` and `stats` are DSMEM buffers.
+template <int kHeadDim, int kStages>
+struct ClusterStorage {
+  static constexpr int kTiles = 1024 / kClusterKvTile;  // of a segment
+
+  uint16_t kv[kStages][kClusterKvTile][kHeadDim];
+  uint32_t q[kHeadDim / 16][32][4];                     // as A operands
+  float scores[kTiles][2][kClusterKvTile / 16][32][4];  // of a segment, as fragments; then P as A operands
+  float out[2][kClusterRows * kHeadDim];                // segments of a round, for the columns that this CTA owns
+  float stats[2][kMaxClusterSize][kClusterRows][2];     // maximum and row sum
+  float first_max[kClusterRows][8];                     // of S, of each warp's keys of the first tile
+  float lane_sums[kTiles][kClusterRows][4];             // of P of a tile
+  float rescale[kTiles][kClusterRows];                  // what out is multiplied by before a tile is added
+  float row_stats[kClusterRows][2];                     // of the segment
+  float running_max[kClusterRows], running_sum[kClusterRows][4];
+  uint64_t full[kStages], empty[kStages];
+  uint64_t scores_full;                  // all CTAs of the team have sent their scores
+  uint64_t fold_full[2], fold_empty[2];  // `out` and `stats` have arrived; all CTAs of the cluster have folded them
+};
+
 }  // namespace fa::cuda::extend

@@ -5,12 +5,12 @@
 #pragma once
 
 // X(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel, same_bits)
-#define FA_EXTEND_8BIT_TABLE(X)            \
-  X(d64, 64, 2, 128, 6, 12, false, false)  \
-  X(d64p, 64, 2, 128, 6, 12, true, false)  \
-  X(d128, 128, 2, 128, 4, 6, false, false) \
-  X(d128p, 128, 2, 128, 4, 6, true, false) \
-  X(d64s, 64, 2, 128, 6, 12, false, true)  \
-  X(d64sp, 64, 2, 128, 6, 12, true, true)  \
-  X(d128s, 128, 2, 128, 4, 6, false, true) \
-  X(d128sp, 128, 2, 128, 4, 6, true, true)
+#define FA_EXTEND_8BIT_TABLE(X)                   \
+  X(d64, 64, 2, 128, 6, 12, false, false, false)  \
+  X(d64p, 64, 2, 128, 6, 12, true, false, false)  \
+  X(d128, 128, 2, 128, 4, 6, false, false, false) \
+  X(d128p, 128, 2, 128, 4, 6, true, false, false) \
+  X(d64s, 64, 2, 128, 6, 12, false, true, false)  \
+  X(d64sp, 64, 2, 128, 6, 12, true, true, false)  \
+  X(d128s, 128, 2, 128, 4, 6, false, true, false) \
+  X(d128sp, 128, 2, 128, 4, 6, true, true, false)
