@@ -12,10 +12,12 @@ namespace fa::cuda {
 
 namespace {
 
+constexpr int64_t kWarpRows = 16;
+
 // FA_FLAG_SAME_BITS: partitions of whole segments (mla/segments.cuh). Each may hand a total over, and store all segments but the last of a work
 // tile that the partition before has begun. One that may store fewer waits for that partition, the less the more work tiles it has.
 void plan_segments(int64_t rows, const Device &device, StreamK &work, ForwardPlan &plan) {
-  constexpr int64_t kWarpRows = 16, kMostStoredBytes = int64_t{256} << 20, kMostStored = mla::SegmentStorage::kMostStored;
+  constexpr int64_t kMostStoredBytes = int64_t{256} << 20, kMostStored = mla::SegmentStorage::kMostStored;
   const int64_t segments = work.iterations - 1;  // of a work tile, at most
   work.max_partitions = device.multiprocessors;
   work.min_iterations_log2 = 0;
@@ -29,14 +31,16 @@ void plan_segments(int64_t rows, const Device &device, StreamK &work, ForwardPla
 }
 
 // Partitions whose partials a combine kernel adds. The longer they are, the fewer partials it has: the sum of both times is least where a
-// partition has some sqrt(iterations) / 4 KV tiles (measured: docs/notes/2026-11-22-latent.md).
-void plan_many_partials(const ForwardProblem &p, const Device &device, StreamK &work) {
+// partition has some sqrt(iterations) / 4 KV tiles (measured: docs/notes/2026-11-22-latent.md). Segments of keys are long, and each has a partial.
+void plan_many_partials(const ForwardProblem &p, const Device &device, bool segments, StreamK &work) {
   const int64_t iterations = work.iterations - 1,
-                each = std::max<int64_t>(std::lround(std::sqrt(static_cast<double>(iterations)) / 4), 1);
+                each = segments ? 1 : std::max<int64_t>(std::lround(std::sqrt(static_cast<double>(iterations)) / 4), 1);
   work.ctas = device.multiprocessors;
   work.max_partitions = std::min<int64_t>(work.ctas, work.tiles * ceil_div(iterations, each));
   work.min_iterations_log2 = 0;
-  work.partials_per_partition = 2;
+  work.partials_per_partition =
+      segments ? static_cast<int32_t>(ceil_div(work.tiles * work.iterations, std::min(work.ctas, work.tiles * work.iterations)))
+               : 2;
   work.uniform = is_uniform(p);
 }
 
@@ -60,8 +64,11 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
   if (found == mla::kNumShapes) return false;
   const int64_t row_blocks = ceil_div(rows, kShapes[found].rows()), tiles = p.batch * p.heads_k * row_blocks;
   // A few partials of a work tile are added by its last CTA, many by a combine kernel.
-  constexpr int64_t kManyPartials = 6;
-  if (!splits_by_sequence(p) && tiles * kManyPartials <= device.multiprocessors) {
+  constexpr int64_t kManyPartials = 6, kPartialBytes = int64_t{64} * 512 * sizeof(float),
+                    kMostSegmentBytes = int64_t{256} << 20;
+  const int64_t segment_bytes =
+      p.same_bits ? tiles * (ceil_div(p.k_lengths.max_len, kLatentSegmentKeys) + 1) * kPartialBytes : 0;
+  if (!splits_by_sequence(p) && tiles * kManyPartials <= device.multiprocessors && segment_bytes <= kMostSegmentBytes) {
     if (const int32_t combining = find(false, true); combining < mla::kNumShapes) found = combining;
   }
   const Shape &shape = kShapes[found];
@@ -92,8 +99,12 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
   work.columns = shape.head_dim_v;
   // The rows of one query all see the same keys. Two blocks of them that read these at the same time share what L2 reads.
   work.max_coscheduled_log2 = p.q_lengths.max_len == 1 && row_blocks % 2 == 0 ? 1 : 0;
-  if (shape.same_bits) plan_segments(rows, device, work, plan);
-  if (shape.uses_combine_kernel) plan_many_partials(p, device, work);
+  if (shape.uses_combine_kernel) {
+    plan_many_partials(p, device, shape.same_bits, work);
+    plan.partial_warps = static_cast<int32_t>(work.rows / kWarpRows);
+  } else if (shape.same_bits) {
+    plan_segments(rows, device, work, plan);
+  }
   plan_partition(work, p, plan);
   if (shape.uses_combine_kernel) plan_combine(work, p, rows, decode::kCombineMinCtas * int64_t{device.multiprocessors}, plan);
   if (shape.same_bits) reserve_totals(work.rows, work.columns, plan);

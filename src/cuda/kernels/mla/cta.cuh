@@ -17,7 +17,8 @@ using decode::Keys;
 
 // Describes a work unit to the consumers: a part of a work tile (64 rows of one KV head, and all keys that they see) that lies in one stream-K partition.
 //
-// Kernels with a combine kernel: a unit that is not the whole work tile, for which `tile_continues` is set, stores partial number `partial`.
+// Kernels with a combine kernel: a unit that is not the whole work tile, for which `tile_continues` is set, stores partial number `partial`. With
+// FA_FLAG_SAME_BITS it stores `counter` partials, `partial_step` apart: of segment `first_partial` of the sequence and those behind it.
 // Else the CTA with the work tile's last keys combines the partials of the others and stores the result. A unit that does not hold the last keys
 // stores partial number `partial` and counts it at `counter`. Before that, or before the result, `partials` partials are added to the unit's own
 // accumulators, once the counter `awaited_counter` has reached that number: the last of every `partial_step` of them from
@@ -60,7 +61,8 @@ struct Config {
   static constexpr int kSharedBytes = sizeof(Storage) + (kSameBits ? sizeof(SegmentStorage) : 0);
   static_assert(kPartialBytes / 2 <= kTileBytes, "the DSMEM buffer is one stage of K");
   static_assert(!kSameBits || (!kPairs && !kLists && alignof(Storage) >= alignof(SegmentStorage)));
-  static_assert(!kUsesCombineKernel || (!kPairs && !kLists && !kSameBits));
+  // 8-bit V is descaled before the combine kernel adds partials, but after segments are folded.
+  static_assert(!kUsesCombineKernel || (!kPairs && !kLists && !(kSameBits && k8BitKv)));
   static_assert(kKeys == 64 && kStages == 2 && kProducerWarps == 2 * kStages, "one producer warp for each half of a stage");
 };
 
@@ -68,7 +70,8 @@ struct Config {
 template <class C>
 struct CombineConfig : C {
   static constexpr bool kHasRowBlocks = true;
-  static constexpr int kWarpRows = C::kRows, kRowWarps = 1, kMinCtas = 1, kCapability = 90, kPartialsInFlight = 12;
+  static constexpr int kWarpRows = C::kRows, kRowWarps = 1, kMinCtas = 1, kCapability = 90,
+                       kPartialsInFlight = C::kSameBits ? 8 : 12;
 };
 
 // The wgmma descriptor of a K tile in row groups, with either its columns summed over (K-major, for S) or its rows (MN-major, for P V).
@@ -135,11 +138,12 @@ class Cta {
   __device__ __forceinline__ uint32_t shared_action(int warp) const {
     return shared_ + sizeof(Storage) + offsetof(SegmentStorage, actions) + warp * 4;
   }
-  // Where the segment of a K tile ends in a work unit.
+  // Where the segment of a K tile ends in a work unit, and its number in the sequence.
+  static constexpr int kSegmentTiles = kLatentSegmentKeys / C::kKeys;
   static __device__ __forceinline__ int segment_end(const WorkUnitDescriptor &work, int tile) {
-    constexpr int kTiles = kLatentSegmentKeys / C::kKeys;
-    return min((tile / kTiles + 1) * kTiles, work.kv_tile_end);
+    return min((tile / kSegmentTiles + 1) * kSegmentTiles, work.kv_tile_end);
   }
+  static __device__ __forceinline__ int segment_of(int tile) { return tile / kSegmentTiles; }
   // When all K tiles have been read: maximum and sum of each row of a partial, after room for the out of one partial.
   __device__ __forceinline__ uint32_t shared_partial_stats(int partial, int row) const {
     return shared_ + offsetof(Storage, k) + C::kPartialBytes + (partial * C::kRows + row) * 8;

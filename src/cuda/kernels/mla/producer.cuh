@@ -87,12 +87,11 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   // Describes work unit n of this CTA. Returns whether its work tile is divided between the two CTAs of a cluster.
   __device__ __forceinline__ bool publish_work_unit(uint32_t n, const Scheduler &work, int partition) const {
     this->wait_descriptor_free(n);
-    if constexpr (C::kSameBits) {
-      publish_segments(n, work.partial_of(a_, partition));
-      return false;
-    }
     if constexpr (C::kUsesCombineKernel) {
       publish_partial(n, work, partition);
+      return false;
+    } else if constexpr (C::kSameBits) {
+      publish_segments(n, work.partial_of(a_, partition));
       return false;
     }
     // The unit is number `index` of its work tile; `partials` units come before the last one, which combines them in groups of `group_size`.
@@ -137,9 +136,19 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   __device__ __forceinline__ void publish_partial(uint32_t n, const Scheduler &work, int partition) const {
     if (lane_ == 0) {
       WorkUnitDescriptor &work_unit = this->descriptor(n & 1);
+      if constexpr (C::kSameBits) {  // first of all: registers are scarce
+        work_unit.first_partial = work_unit_.first_step;
+        work_unit.counter = work_unit_.steps;
+      }
       this->fill_descriptor(work_unit);
       work_unit.tile_continues = rows_ > 0 && !work_unit_.whole();
-      work_unit.partial = work.partial_of(a_, partition, work_unit_.begin == work_unit_.tile_begin);
+      if constexpr (C::kSameBits) {
+        work_unit.partial =
+            work_unit.tile_continues ? work.segment_partial(a_, work_unit_.begin) : work.partial_of(a_, partition);
+        work_unit.partial_step = 1 << work.coscheduled_log2();
+      } else {
+        work_unit.partial = work.partial_of(a_, partition, work_unit_.begin == work_unit_.tile_begin);
+      }
       work_unit.partials = 0;
       work_unit.pair = false;
       mbarrier_arrive(this->work_full(n & 1));

@@ -402,19 +402,27 @@ class PvWarpgroups {
     const uint32_t parity = epilogues_++ & 1;
     mbarrier_wait(cta_.epilogue_full(), parity);
     const bool continues = work_->tile_continues;
+    if constexpr (C::kUsesCombineKernel) {
+      if (continues) {
+        if (has_rows()) store_for_combine();
+        mbarrier_arrive(cta_.epilogue_empty());
+        __syncwarp();
+        return;
+      }
+    }
     if (last && work_->partials > 0 && threadIdx.x == 0) a_.counters[work_->awaited_counter] = 0;
     if (has_rows()) {
       const uint32_t word = ld_shared_4(cta_.shared_action(warp()));
       const int stored = stored_of(word);
       SegmentAction action = action_of(word);
-      if (last && action == SegmentAction::receive) {
+      if (!C::kUsesCombineKernel && last && action == SegmentAction::receive) {
         fold_staged(handed_total(work_->first_partial), stored);
         action = SegmentAction::first;
       }
       const bool folds = action == SegmentAction::fold || action == SegmentAction::receive;
       if (!last || continues || folds) {
         const float4 *from = total();
-        if (action == SegmentAction::receive) {
+        if (!C::kUsesCombineKernel && action == SegmentAction::receive) {
           if (stored == 0) {
             from = handed_total(work_->first_partial);
           } else {
@@ -443,13 +451,18 @@ class PvWarpgroups {
       }
     }
     mbarrier_arrive(cta_.epilogue_empty());
-    if (last && continues && threadIdx.x == 0) {
+    if (!C::kUsesCombineKernel && last && continues && threadIdx.x == 0) {
       mbarrier_wait(cta_.epilogue_empty(), parity);
       count_released(a_.counters + work_->counter);
     }
     __syncwarp();
   }
 
+  __device__ __forceinline__ void store_for_combine() const {
+    const uint32_t word = ld_shared_4(cta_.shared_action(warp()));
+    if (action_of(word) != SegmentAction::store) return;  // it has no K tiles
+    store_partial_by_row(work_->partial + stored_of(word) * work_->partial_step);
+  }
   __device__ __forceinline__ void store_to(float4 *to) const {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) __stcg(to + j * 32, vector(j));

@@ -9,7 +9,8 @@
 //
 // Where several CTAs have a work tile, each hands its total over to the next one. A CTA stores its segments in the workspace until the total
 // of those before them has arrived. When that happens is a matter of time, but not the order in which segments are folded. CTAs wait for CTAs
-// of lower number alone, which have started before, and take the work unit for which they wait last, as README.md says of partials.
+// of lower number alone, which have started before, and take the work unit for which they wait last, as README.md says of partials. Kernels with a
+// combine kernel store all segments of such a work tile for it.
 #pragma once
 
 #include "cuda/common/combine.cuh"
@@ -34,15 +35,24 @@ __device__ __forceinline__ int stored_of(uint32_t word) { return static_cast<int
 template <class C, class Fragment>
 class SegmentStats {
  public:
-  __device__ __forceinline__ void begin_work_unit(const WorkUnitDescriptor &work) { state_ = work.partials > 0 ? 0 : kNoTotal; }
+  __device__ __forceinline__ void begin_work_unit(const WorkUnitDescriptor &work) {
+    state_ = (C::kUsesCombineKernel ? work.tile_continues : work.partials > 0) ? 0 : kNoTotal;
+  }
 
   // Takes m and l of the next segment, when the PV warps have finished the one before. `stats` of the lanes that lead a row become those of the
-  // total, unless the segment is stored. `last`: of the work unit, whose total is then complete.
+  // total, unless the segment is stored. `tile`: its last K tile, none if the rows see no key. `last`: of the work unit, whose total is then
+  // complete.
   __device__ __forceinline__ void take(const Cta<C> &cta, const WorkUnitDescriptor &work, int warp, float2 (&stats)[2],
-                                       bool last) {
+                                       int tile, bool last) {
+    if constexpr (C::kUsesCombineKernel) {
+      if (work.tile_continues) {
+        store_for_combine(cta, work, warp, stats, tile, last);
+        return;
+      }
+    }
     SegmentAction action = state_ == kNoTotal ? SegmentAction::first : SegmentAction::fold;
     int stored = 0;
-    if (state_ >= 0) {
+    if (!C::kUsesCombineKernel && state_ >= 0) {
       stored = state_;
       action =
           !last && stored < cta.a_.stored_segments && !has_arrived(cta, work) ? SegmentAction::store : SegmentAction::receive;
@@ -79,6 +89,25 @@ class SegmentStats {
  private:
   // Where the total of the segments before is. From 0 on: another CTA has it, and so many segments of this work unit are stored.
   enum : int { kNoTotal = -2, kTotalHere = -1 };
+
+  // m and l of the next segment of the work unit that has K tiles. Those before it, and behind the last one, have no key that the CTA's rows see.
+  __device__ __forceinline__ void store_for_combine(const Cta<C> &cta, const WorkUnitDescriptor &work, int warp,
+                                                    const float2 (&stats)[2], int tile, bool last) {
+    const bool exists = work.kv_tile < work.kv_tile_end;
+    const int segment = exists ? cta.segment_of(tile) - work.first_partial : work.counter;
+    if (cta.lane_ == 0)
+      st_shared_4(cta.shared_action(warp), action_word(exists ? SegmentAction::store : SegmentAction::first, segment));
+    const int end = last ? work.counter : segment + 1;
+    if (Fragment::leads(cta.lane_)) {
+#pragma unroll 1
+      for (int i = state_; i < end; ++i) {
+        float2 *to = cta.partial_stats(work.partial + i * work.partial_step);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) to[cta.row_of(warp, r)] = i == segment ? stats[r] : float2{kNoMax, 0.f};
+      }
+    }
+    state_ = end;
+  }
 
   __device__ __forceinline__ bool has_arrived(const Cta<C> &cta, const WorkUnitDescriptor &work) const {
     int there = 0;

@@ -98,7 +98,7 @@ class SoftmaxWarpgroup {
         exponentiate_and_store_p<false>(s);
       }
       if constexpr (C::kSameBits) {
-        if (tile + 1 < work_->kv_tile_end && tile + 1 == cta_.segment_end(*work_, tile)) end_inner_segment();
+        if (tile + 1 < work_->kv_tile_end && tile + 1 == cta_.segment_end(*work_, tile)) end_inner_segment(tile);
       }
     }
   }
@@ -111,13 +111,13 @@ class SoftmaxWarpgroup {
     return __any_sync(~0u, found) ? Cta<C>::kNanSafe : 0;
   }
 
-  // FA_FLAG_SAME_BITS: the end of a segment within the work unit.
-  __device__ __forceinline__ void end_inner_segment() {
+  // FA_FLAG_SAME_BITS: the end of a segment within the work unit, whose last K tile is `tile`.
+  __device__ __forceinline__ void end_inner_segment(int tile) {
     softmax_.reduce_sums();
     wait_epilogue_empty(epilogues_++);
     if (warp_ * 16 < work_->rows) {
       float2 stats[2] = {{softmax_.max[0], softmax_.sum[0]}, {softmax_.max[1], softmax_.sum[1]}};
-      segments_.take(cta_, *work_, warp_, stats, /*last=*/false);
+      segments_.take(cta_, *work_, warp_, stats, tile, /*last=*/false);
     }
     mbarrier_arrive(cta_.epilogue_full());
     softmax_.reset();
@@ -330,7 +330,7 @@ class SoftmaxWarpgroup {
     if constexpr (C::kSameBits) {
       // The PV warps receive segments through the memory of the K tiles.
       if (work_->partials > 0 && tile_count_ > 0) wait_pv(tile_count_ - 1);
-      if (warp_ * 16 < work_->rows) segments_.take(cta_, *work_, warp_, stats, /*last=*/true);
+      if (warp_ * 16 < work_->rows) segments_.take(cta_, *work_, warp_, stats, work_->kv_tile_end - 1, /*last=*/true);
     } else {
       if (work_->partials > 0) combine_stats(stats, own_scale);
     }
@@ -342,7 +342,7 @@ class SoftmaxWarpgroup {
       const int row = row_of(r);
       const uint32_t epilogue = cta_.shared_epilogue(row);
       if (work_->tile_continues) {
-        if (warp_ * 16 < work_->rows)
+        if (!(C::kSameBits && C::kUsesCombineKernel) && warp_ * 16 < work_->rows)
           (C::kSameBits ? cta_.handed_stats(work_->partial) : cta_.partial_stats(work_->partial))[row] = stats[r];
         if (!C::kSameBits) st_shared_float(epilogue, own_scale[r]);
       } else if (row < work_->rows) {

@@ -40,7 +40,8 @@ struct Shape {
   X(d576p, 576, 512, 64, 2, 4, true, false, false, false) \
   X(d576c, 576, 512, 64, 2, 4, false, false, false, true) \
   X(d576l, 576, 512, 64, 2, 4, false, true, false, false) \
-  X(d576s, 576, 512, 64, 2, 4, false, false, true, false)
+  X(d576s, 576, 512, 64, 2, 4, false, false, true, false) \
+  X(d576sc, 576, 512, 64, 2, 4, false, false, true, true)
 
 #define FA_MLA_SHAPE_OF(kv_bytes, name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits, uses_combine_kernel)        \
   {#name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits, uses_combine_kernel, kv_bytes,                           \
