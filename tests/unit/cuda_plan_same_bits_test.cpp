@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/common/segments.h"
 #include "cuda/kernels/extend/table.h"
 #include "cuda/kernels/mla/table.h"
 #include "unit/cuda_plans.h"
@@ -120,12 +121,16 @@ TEST(CudaPlan, SameBitsOfLatentCaches) {
           EXPECT_EQ(plan.cluster, 0);
           EXPECT_EQ(plan.blocks, plan.max_partitions << plan.coscheduled_log2);
           EXPECT_LE(plan.blocks, h200().multiprocessors);
-          EXPECT_EQ(plan.counters, plan.blocks);
-          EXPECT_EQ(plan.partial_warps, std::min<int64_t>((heads * queries + 15) / 16, 4));
+          // Few work tiles: all segments of theirs are stored for a combine kernel. Else every CTA stores some, and hands a total over.
+          const int64_t tiles = batch * plan.row_blocks, segments = (keys + kLatentSegmentKeys - 1) / kLatentSegmentKeys;
+          EXPECT_EQ(shape.uses_combine_kernel, tiles * 6 <= h200().multiprocessors);
+          EXPECT_EQ(plan.counters, shape.uses_combine_kernel ? 0 : plan.blocks);
+          EXPECT_EQ(plan.partial_warps, shape.uses_combine_kernel ? 4 : std::min<int64_t>((heads * queries + 15) / 16, 4));
           EXPECT_LE(plan.stored_segments, mla::SegmentStorage::kMostStored);
-          const int64_t rows = plan.blocks * plan.partial_warps * 16;
-          EXPECT_LE(static_cast<size_t>(rows * (1 + plan.stored_segments) * 512 * 4), plan.split_lse_offset);
-          EXPECT_LE(plan.split_lse_offset + static_cast<size_t>(rows * 8), plan.totals_offset);
+          const int64_t rows = plan.blocks * plan.partial_warps * 16,
+                        stored_rows = shape.uses_combine_kernel ? tiles * segments * 64 : rows * (1 + plan.stored_segments);
+          EXPECT_LE(static_cast<size_t>(stored_rows * 512 * 4), plan.split_lse_offset);
+          EXPECT_LE(plan.split_lse_offset + static_cast<size_t>(stored_rows * 8), plan.totals_offset);
           EXPECT_LE(plan.totals_offset + static_cast<size_t>(rows * 512 * 4), plan.workspace_bytes);
           p.num_splits = 7;
           EXPECT_EQ(forward_plan(p, h200()).workspace_bytes, plan.workspace_bytes) << "num_splits is a hint";
@@ -134,7 +139,9 @@ TEST(CudaPlan, SameBitsOfLatentCaches) {
           bytes.k.dtype = bytes.v.dtype = Dtype::e4m3;
           const ForwardPlan of_bytes = forward_plan(bytes, h200());
           EXPECT_TRUE(mla::kShapes[of_bytes.shape].same_bits);
-          EXPECT_EQ(of_bytes.workspace_bytes, plan.workspace_bytes);
+          if (!shape.uses_combine_kernel) {
+            EXPECT_EQ(of_bytes.workspace_bytes, plan.workspace_bytes);
+          }
           p.same_bits = false;
           EXPECT_FALSE(mla::kShapes[forward_plan(p, h200()).shape].same_bits);
         }
