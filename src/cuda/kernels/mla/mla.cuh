@@ -16,8 +16,9 @@
 //
 // Work is partitioned by the stream-K scheduler of the decode kernels. The CTA with the last keys of a work tile keeps its accumulators in
 // registers and adds the partials of the other CTAs to them; with many partials, some CTAs add groups of them first, or, with few work tiles, a
-// combine kernel adds all. A row's maximum is its own, and depends only on the row's keys so far. So the bits of a row depend only on its keys and on where they are split. Kernels for
-// FA_FLAG_SAME_BITS split keys at fixed places, and fold what they have of each part in order (segments.cuh).
+// combine kernel adds all. A row's maximum is its own, and depends only on the row's keys so far. So the bits of a row depend only on its keys
+// and on where they are split. Kernels for FA_FLAG_SAME_BITS split keys at fixed places, and fold what they have of each part in order
+// (segments.cuh).
 #pragma once
 
 #include "cuda/common/cluster.cuh"
