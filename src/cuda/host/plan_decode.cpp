@@ -66,16 +66,14 @@ class Shapes {
 
 // CTAs of a cluster that share the keys of a work tile; 0: no clusters. Splits that depend on the sequence alone take none.
 //
-// Every chip runs clusters of eight, whose CTAs may have as little as one iteration each. Larger ones have to fit one of at most eight GPCs
-// of a Hopper chip: with more than 120 SMs one GPC has sixteen. CTAs with more keys want an SM of their own, which clusters do not get:
-// their CTAs crowd where there is room for many.
+// CTAs of clusters of eight may have as little as one iteration each. CTAs with more keys want an SM of their own, which clusters do not get: their
+// CTAs crowd where there is room for many.
 int32_t cluster_of(const MaskedProblem &p, const Device &device, int64_t tiles, int64_t kv_tile) {
-  constexpr int64_t kPortable = 8, kLargeChip = 121, kMinKeys = 128, kMaxKeys = 256;  // keys of a CTA
+  constexpr int64_t kMinKeys = 128, kMaxKeys = 256;  // keys of a CTA
   if (splits_by_sequence(p) || !is_uniform(p)) return 0;
-  const int64_t largest = device.sm90 && device.multiprocessors >= kLargeChip ? decode::kMaxClusterSize : kPortable,
-                keys = p.k_lengths.max_len,
-                wanted = std::max(ceil_div(keys, kMinKeys), std::min(kPortable, ceil_div(keys, kv_tile))),
-                ctas = std::min({largest, device.multiprocessors / tiles, wanted});
+  const int64_t keys = p.k_lengths.max_len,
+                wanted = std::max(ceil_div(keys, kMinKeys), std::min(kPortableCluster, ceil_div(keys, kv_tile))),
+                ctas = std::min({largest_cluster(device), device.multiprocessors / tiles, wanted});
   return ctas > 1 && keys <= ctas * kMaxKeys ? static_cast<int32_t>(ctas) : 0;
 }
 

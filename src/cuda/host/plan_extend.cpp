@@ -12,8 +12,6 @@ namespace fa::cuda {
 
 namespace {
 
-constexpr int64_t kMostSegmentBytes = int64_t{256} << 20;
-
 // FA_FLAG_SAME_BITS: segments of a work tile, at most; and bytes of the partials of all.
 int64_t segments_of(const ForwardProblem &p) { return ceil_div(p.k_lengths.max_len, kSegmentKeys) + 1; }
 int64_t segment_bytes(const ForwardProblem &p, const extend::Shape &shape) {
@@ -25,10 +23,10 @@ int64_t segment_bytes(const ForwardProblem &p, const extend::Shape &shape) {
 // GPCs have 8 to 18 SMs: an H200 of 132 SMs had room for 7 clusters of 16, 15 of 8 and 30 of 4. One more would have to wait for the others, so
 // clusters fill 7/8 of the device at most.
 int32_t cluster_of(const ForwardProblem &p, const Device &device) {
-  constexpr int64_t kLeast = 4, kPortable = 8, kLargeChip = 121;
+  constexpr int64_t kLeast = 4;
   const int64_t tiles = p.batch * p.heads_k, room = int64_t{device.multiprocessors} * 7 / 8,
                 segments = ceil_div(p.k_lengths.max_len, kSegmentKeys);
-  int64_t ctas = device.multiprocessors >= kLargeChip ? extend::kMaxClusterSize : kPortable;
+  int64_t ctas = largest_cluster(device);
   while (ctas >= kLeast && ctas * tiles > room) ctas /= 2;
   const bool gains = ceil_div(segments, ctas) <= ceil_div(segments * tiles, device.multiprocessors);
   return ctas >= kLeast && gains ? static_cast<int32_t>(ctas) : 0;
@@ -62,7 +60,6 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   // With a few partials for each work tile the last CTA of the tile adds the others to its own; more are added by a combine kernel. Under
   // FA_FLAG_SAME_BITS a CTA in the middle of a work tile has to wait for the total of the one before it, so the combine kernel begins to pay with
   // 2.5 CTAs for each tile.
-  constexpr int64_t kManyPartials = 6;
   const auto has_few = [&](int64_t tiles) {
     return p.same_bits ? tiles * 5 <= device.multiprocessors * 2 : tiles * kManyPartials <= device.multiprocessors;
   };
@@ -107,8 +104,7 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   work.uniform = in_step && is_uniform(p);
   work.max_coscheduled_log2 = in_step ? 3 : 0;
   if (shape.same_bits && shape.uses_combine_kernel) {
-    work.partials_per_partition =
-        static_cast<int32_t>(ceil_div(work.tiles * iterations, std::min(work.ctas, work.tiles * iterations)));
+    work.partials_per_partition = segments_per_partition(work);
   } else if (shape.same_bits) {
     // Of each partition: the total that it hands over, and segments for which the total before them is not there yet. Each warp stores its
     // rows, and M and L of them in place of eight columns.

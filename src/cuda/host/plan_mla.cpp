@@ -38,9 +38,7 @@ void plan_many_partials(const ForwardProblem &p, const Device &device, bool segm
   work.ctas = device.multiprocessors;
   work.max_partitions = std::min<int64_t>(work.ctas, work.tiles * ceil_div(iterations, each));
   work.min_iterations_log2 = 0;
-  work.partials_per_partition =
-      segments ? static_cast<int32_t>(ceil_div(work.tiles * work.iterations, std::min(work.ctas, work.tiles * work.iterations)))
-               : 2;
+  work.partials_per_partition = segments ? segments_per_partition(work) : 2;
   work.uniform = is_uniform(p);
 }
 
@@ -63,11 +61,9 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
   int32_t found = find(false, false);
   if (found == mla::kNumShapes) return false;
   const int64_t row_blocks = ceil_div(rows, kShapes[found].rows()), tiles = p.batch * p.heads_k * row_blocks;
-  // A few partials of a work tile are added by its last CTA, many by a combine kernel.
-  constexpr int64_t kManyPartials = 6, kPartialBytes = int64_t{64} * 512 * sizeof(float),
-                    kMostSegmentBytes = int64_t{256} << 20;
-  const int64_t segment_bytes =
-      p.same_bits ? tiles * (ceil_div(p.k_lengths.max_len, kLatentSegmentKeys) + 1) * kPartialBytes : 0;
+  const int64_t partial_bytes = int64_t{kShapes[found].rows()} * kShapes[found].head_dim_v * int64_t{sizeof(float)},
+                segment_bytes =
+                    p.same_bits ? tiles * (ceil_div(p.k_lengths.max_len, kLatentSegmentKeys) + 1) * partial_bytes : 0;
   if (!splits_by_sequence(p) && tiles * kManyPartials <= device.multiprocessors && segment_bytes <= kMostSegmentBytes) {
     if (const int32_t combining = find(false, true); combining < mla::kNumShapes) found = combining;
   }

@@ -39,6 +39,16 @@ int64_t count_partitions(const StreamK &work, const Problem &p, int64_t ctas, in
 
 }  // namespace
 
+int64_t largest_cluster(const Device &device) {
+  constexpr int64_t kLargeChip = 121;
+  return device.sm90 && device.multiprocessors >= kLargeChip ? decode::kMaxClusterSize : kPortableCluster;
+}
+
+int32_t segments_per_partition(const StreamK &work) {
+  const int64_t segments = work.tiles * work.iterations;
+  return static_cast<int32_t>(ceil_div(segments, std::min(work.ctas, segments)));
+}
+
 bool is_uniform(const MaskedProblem &p) {
   const auto known = [](const Lengths &lengths) { return lengths.cu == nullptr && lengths.used == nullptr; };
   return p.batch == 1 || (known(p.q_lengths) && known(p.k_lengths) && p.seqstart_k == nullptr);

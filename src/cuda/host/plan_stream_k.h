@@ -37,6 +37,18 @@ inline bool splits_by_sequence(const Problem &p) { return !p.same_bits && (p.num
 // Whether the host knows that all sequences see equally many keys, though perhaps not how many.
 bool is_uniform(const MaskedProblem &problem);
 
+// The most CTAs of a cluster. Every chip runs clusters of eight. Larger ones have to fit one of at most eight GPCs of a Hopper chip: with more than
+// 120 SMs one GPC has sixteen.
+constexpr int64_t kPortableCluster = 8;
+int64_t largest_cluster(const Device &device);
+
+// A few partials of a work tile are added by its last CTA. So many, of all CTAs, are added by a combine kernel.
+constexpr int64_t kManyPartials = 6;
+// FA_FLAG_SAME_BITS with a combine kernel, which has a partial for each segment of keys of every work tile: bytes of all, at most, and for how
+// many each partition has room, if iterations are segments.
+constexpr int64_t kMostSegmentBytes = int64_t{256} << 20;
+int32_t segments_per_partition(const StreamK &work);
+
 // Sets the plan's partition, grid, counters and the part of the workspace that holds the partials.
 void plan_partition(const StreamK &work, const MaskedProblem &problem, ForwardPlan &plan);
 

@@ -236,7 +236,8 @@ class Fa2Packed:
 class FlashMla:
     """DeepSeek's kernels for latent caches, as vLLM's wheel has them: vllm/_flashmla_C.abi3.so, PyTorch's stable ABI. Each query of a sequence that
     lists its keys lists `lists`; decoding from lists needs FlashMLA's own cache of 512 e4m3 numbers, 4 factors and 64 bf16 numbers a key. Decoding of
-    all keys of an e4m3 cache is in the module beside it, and takes e4m3 queries."""
+    all keys of an e4m3 cache is in the module beside it, and takes e4m3 queries. The schedule that its kernels divide the keys by is made once, ahead
+    of what is timed; ours is part of each call."""
 
     name = "flashmla"
     library = os.environ.get("FLASHMLA_LIBRARY", "")

@@ -65,6 +65,25 @@ class WorkScheduler : protected CtaState {
     } while (iteration != stop);
   }
 
+  // For kernels with a combine kernel, which cannot always compute the work tile itself. By one thread, for each work unit; and, for a CTA without
+  // any, by one thread after it has waited for the previous launch.
+  template <class Scheduler>
+  __device__ __forceinline__ void publish_tile(const Scheduler &scheduler, int partition) const {
+    if (!scheduler.publishes_tile(work_unit_, work_unit_.end == scheduler.partition_begin(partition + 1))) return;
+    SplitTile tile{};
+    tile.q_start = q_start_;
+    tile.head = head_;
+    tile.first_row = row0_;
+    tile.rows = max(rows_, 0);
+    scheduler.publish_tile(tile, work_unit_, partition);
+  }
+  template <class Scheduler>
+  __device__ __forceinline__ void publish_no_tile_if_idle(const Scheduler &scheduler) const {
+    if (static_cast<int>(blockIdx.x >> scheduler.coscheduled_log2()) < scheduler.partitions() || threadIdx.x % 128 != 0) return;
+    pdl_wait();
+    scheduler.publish_no_tile();
+  }
+
   // The pipeline stage for the descriptor of the CTA's n-th work unit: whether it is free, and a wait until it is.
   __device__ __forceinline__ bool is_descriptor_free(uint32_t n) const {
     return mbarrier_test_wait(this->work_empty(n & 1), (n >> 1 & 1) ^ 1);

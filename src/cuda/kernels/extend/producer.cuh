@@ -24,11 +24,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     if (!decode::lengths_known<C>(p_)) pdl_wait();
     uint32_t unit = 0;
     Scheduler scheduler(a_);
-    if (C::kUsesCombineKernel && static_cast<int>(blockIdx.x >> scheduler.coscheduled_log2()) >= scheduler.partitions() &&
-        threadIdx.x % 128 == 0) {
-      pdl_wait();
-      scheduler.publish_no_tile();
-    }
+    if (C::kUsesCombineKernel) this->publish_no_tile_if_idle(scheduler);
     this->for_each_work_unit(scheduler, [&](int partition) {
       pdl_wait();
       if (warp_ == 0) {
@@ -86,15 +82,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
         descriptor.counter = scheduler.counter(work_unit, first_partition);
       }
       mbarrier_arrive(this->work_full(n & 1));
-      if (C::kUsesCombineKernel &&
-          scheduler.publishes_tile(work_unit, work_unit.end == scheduler.partition_begin(partition + 1))) {
-        decode::SplitTile tile_info{};
-        tile_info.q_start = this->q_start_;
-        tile_info.head = this->head_;
-        tile_info.first_row = this->row0_;
-        tile_info.rows = max(this->rows_, 0);
-        scheduler.publish_tile(tile_info, work_unit, partition);
-      }
+      if (C::kUsesCombineKernel) this->publish_tile(scheduler, partition);
     }
     __syncwarp();
   }

@@ -6,6 +6,9 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/common/segments.h"
+#include "cuda/kernels/decode/shared_storage.h"
+
 namespace fa::cuda::extend {
 
 constexpr int32_t kWarpgroupRows = 64;  // rows of a consumer warpgroup
@@ -83,13 +86,13 @@ constexpr size_t storage_bytes_of(bool same_bits) {
 // Kernels for FA_FLAG_SAME_BITS whose CTAs form clusters (cluster.cuh).
 constexpr int32_t kClusterRows = 16;     // of a CTA
 constexpr int32_t kClusterKvTile = 128;  // keys of a tile, and of a stage of K
-constexpr int32_t kMaxClusterSize = 16;  // CTAs
+using decode::kMaxClusterSize;
 
 // A stage has kClusterKvTile keys of K, or, where several CTAs share a segment, fewer columns of V of so many more keys. uint64_t members are
 // mbarriers. `out` and `stats` are DSMEM buffers.
 template <int kHeadDim, int kStages>
 struct ClusterStorage {
-  static constexpr int kTiles = 1024 / kClusterKvTile;  // of a segment
+  static constexpr int kTiles = kSegmentKeys / kClusterKvTile;  // of a segment
 
   uint16_t kv[kStages][kClusterKvTile][kHeadDim];
   uint32_t q[kHeadDim / 16][32][4];                     // as A operands

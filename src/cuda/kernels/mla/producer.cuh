@@ -28,11 +28,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     // Lengths on the device may still be written by the previous launch, and are read first. The other warps wait for a work unit.
     if (!decode::lengths_known<C>(p_)) pdl_wait();
     Scheduler work(a_);
-    if (C::kUsesCombineKernel && static_cast<int>(blockIdx.x >> work.coscheduled_log2()) >= work.partitions() &&
-        threadIdx.x % 128 == 0) {
-      pdl_wait();
-      work.publish_no_tile();
-    }
+    if (C::kUsesCombineKernel) this->publish_no_tile_if_idle(work);
     this->for_each_work_unit(work, [&](int partition) {
       pdl_wait();
       // A query with a list of its own is a sequence. Its place is that of the sequence whose keys it lists (host/key_lists.h).
@@ -152,14 +148,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
       work_unit.partials = 0;
       work_unit.pair = false;
       mbarrier_arrive(this->work_full(n & 1));
-      if (work.publishes_tile(work_unit_, work_unit_.end == work.partition_begin(partition + 1))) {
-        decode::SplitTile tile{};
-        tile.q_start = q_start_;
-        tile.head = head_;
-        tile.first_row = this->row0_;
-        tile.rows = max(rows_, 0);
-        work.publish_tile(tile, work_unit_, partition);
-      }
+      this->publish_tile(work, partition);
     }
     __syncwarp();
   }
