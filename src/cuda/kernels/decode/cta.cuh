@@ -28,7 +28,8 @@ struct Config {
   static constexpr bool kLatent = is_latent(kD);  // V is the first columns of K
   static constexpr int kDv = value_columns(kD);   // columns of out
   static constexpr int kWarpRows = kWarpRows_;    // rows per warp
-  static constexpr int kRowWarps = kRowWarps_;    // warps of a KV group
+  static constexpr int kRowWarps = kRowWarps_;    // warps of a KV group with rows of their own
+  static constexpr int kColumnWarps = column_warps(kD);  // warps of a KV group that share rows
   static constexpr int kKvGroups = kKvGroups_;    // groups of kRowWarps warps, each with KV tiles of its own
   static constexpr int kKvTile = kKvTile_;        // keys of a group's KV tile
   static constexpr int kStages = kStages_;
@@ -43,13 +44,14 @@ struct Config {
 
   static constexpr int kRows = kRowWarps * kWarpRows;
   static constexpr int kKvStep = kKvGroups * kKvTile;
-  static constexpr int kGroupThreads = kRowWarps * 32, kThreads = kKvGroups * kGroupThreads;
+  static constexpr int kGroupThreads = kRowWarps * kColumnWarps * 32, kThreads = kKvGroups * kGroupThreads;
   static constexpr int kPitch = kD * static_cast<int>(sizeof(KvElement));
   static constexpr int kTileBytes = kKvTile * kPitch;  // of K or of V
   using StorageOf = SharedStorageOf<kD, kRows, kKvGroups, kKvTile, kStages, static_cast<int>(sizeof(KvElement)), kClustered>;
   using Storage = typename StorageOf::Type;    // all of the CTA's shared memory
   using CtaStorage = typename StorageOf::Cta;  // without the cluster's DSMEM buffer
   using Stage = typename StorageOf::Stage;
+  static constexpr int kStagePitch = sizeof(Stage::k[0]);
   static constexpr int kSharedBytes = sizeof(Storage);
   static_assert(sizeof(CtaStorage::pipeline[0]) >= kRows * kDv * 4 && kKvTile <= 32 && kKvTile % 16 == 0);
 };
@@ -91,9 +93,10 @@ class Cta {
         problem(params.problem),
         smem(smem_address(shared)),
         lane_id(threadIdx.x & 31),
-        row_warp(uniform(threadIdx.x >> 5) % C::kRowWarps),
+        column_warp(uniform(threadIdx.x >> 5) % C::kColumnWarps),
+        row_warp(uniform(threadIdx.x >> 5) / C::kColumnWarps % C::kRowWarps),
         warp_row0(row_warp * C::kWarpRows),
-        kv_group(uniform(threadIdx.x >> 5) / C::kRowWarps) {}
+        kv_group(uniform(threadIdx.x >> 5) / (C::kColumnWarps * C::kRowWarps)) {}
 
   // Waits for the warps of this KV group. A group of several warps waits for the whole CTA, because every tool understands
   // __syncthreads.
@@ -185,7 +188,7 @@ class Cta {
   // previous one.
   __device__ __forceinline__ void prefetch_kv() const {
     const int step = lane_id / C::kKvTile, key = first_key(step) + lane_id % C::kKvTile;
-    if (row_warp > 0 || kv_group % (C::kKvGroups / 2) != 0 || step >= work_unit.steps || key < keys.begin || key >= keys.end)
+    if (row_warp > 0 || column_warp > 0 || kv_group % (C::kKvGroups / 2) != 0 || step >= work_unit.steps || key < keys.begin || key >= keys.end)
       return;
     int64_t page = 0, row = key;
     if (page_table_ != nullptr) {
@@ -212,6 +215,9 @@ class Cta {
   __device__ __forceinline__ KvPlace locate_key(int step) const {
     const int key = first_key(step) + lane_id % C::kKvTile;
     if (step >= work_unit.steps || key < keys.begin || key >= keys.end) return {0, -1};
+    return place_of(key);
+  }
+  __device__ __forceinline__ KvPlace place_of(int key) const {
     if (page_table_ == nullptr) return {0, key};
     const int page = params.page_size.quotient(key);
     return {page_table_[page * problem.page_table_page_stride], key - page * static_cast<int>(params.page_size.value)};
@@ -219,9 +225,7 @@ class Cta {
 
   // Issues the cp.async loads of K and V of a KV step into a pipeline stage. Lane i holds the place of the tile's i-th key.
   __device__ __forceinline__ void load_kv(int stage, int step, const KvPlace &place) const {
-    if constexpr (C::kLatent) {
-      load_latent(stage, step, place);
-    } else if (step < work_unit.steps) {
+    if (step < work_unit.steps) {
       using ThreadMap = TileThreadMap<C::kKvTile, C::kPitch / 2, C::kGroupThreads>;
       const ThreadMap map{row_warp * 32 + opaque(lane_id)};
       const int column = map.vector() * static_cast<int>(16 / sizeof(KvElement));
@@ -266,19 +270,6 @@ class Cta {
     }
     cp_async_commit();
   }
-  // The same for latent caches: each key is loaded once, by four lanes.
-  __device__ __forceinline__ void load_latent(int stage, int step, const KvPlace &place) const {
-    if (step >= work_unit.steps) return;
-    static_assert(!C::kLatent || (C::kKvTile * 4 == C::kGroupThreads && C::kPitch % 64 == 0));
-    const int lane = opaque(lane_id), row = row_warp * 8 + lane / 4, vector = lane % 4;
-    const int64_t outer = __shfl_sync(~0u, place.outer, row), key = __shfl_sync(~0u, place.row, row);
-    const KvElement *src = k_ + outer * page_stride(problem.k) + max(key, int64_t{0}) * problem.k.seq_stride + vector * 16;
-    const int columns = key >= 0 ? static_cast<int>(problem.head_dim) - vector * 16 : 0;
-    const uint32_t to = smem_k(stage) + swizzled<C::kPitch>(row, vector);
-#pragma unroll
-    for (int n = 0; n < C::kPitch / 64; ++n) cp_async_16(to + n * 64, src + n * 64, n * 64 < columns ? 16 : 0);
-    load_descales(stage, place);
-  }
   __device__ __forceinline__ void load_descales(int stage, const KvPlace &place) const {
     if constexpr (C::k8BitKv) {
       if (params.k_descale.per_row && row_warp == 0) load_descales(smem_k_descale(stage), params.k_descale.factors, place);
@@ -286,11 +277,19 @@ class Cta {
         load_descales(smem_v_descale(stage), params.v_descale.factors, place);
     }
   }
+  // Of the keys of a column warp.
+  __device__ __forceinline__ void load_descales(int stage, const KvPlace &place, int first_key, int keys) const {
+    if (params.k_descale.per_row)
+      load_descales(smem_k_descale(stage) + first_key * 4, params.k_descale.factors, place, keys);
+    if (params.v_descale.per_row)
+      load_descales(smem_v_descale(stage) + first_key * 4, params.v_descale.factors, place, keys);
+  }
   // Loads the descales of a tile's keys; each lane loads that of its own key. The base address is recomputed each time to save
   // registers for out.
-  __device__ __forceinline__ void load_descales(uint32_t to, const Operand &f, const KvPlace &place) const {
+  __device__ __forceinline__ void load_descales(uint32_t to, const Operand &f, const KvPlace &place,
+                                                int keys = C::kKvTile) const {
     const int lane = opaque(lane_id), batch = opaque(work_unit.batch);
-    if (lane >= C::kKvTile) return;
+    if (lane >= keys) return;
     int64_t outer = place.outer, row = max(place.row, 0);
     if (page_table_ == nullptr) {
       outer = batch;
@@ -341,11 +340,7 @@ class Cta {
     return smem_pipeline(kv_group) + stage * static_cast<int>(sizeof(typename C::Stage));
   }
   __device__ __forceinline__ uint32_t smem_v(int stage) const {
-    if constexpr (C::kLatent) {
-      return smem_k(stage);
-    } else {
-      return smem_k(stage) + offsetof(typename C::Stage, v);
-    }
+    return smem_k(stage) + offsetof(typename C::Stage, v);
   }
   __device__ __forceinline__ uint32_t smem_k_descale(int stage) const {
     return smem_k(stage) + offsetof(typename C::Stage, k_descale);
@@ -374,7 +369,7 @@ class Cta {
   const Params &params;
   const Problem &problem;
   const uint32_t smem;
-  const int lane_id, row_warp, warp_row0, kv_group;  // warp_row0: the first row of this warp
+  const int lane_id, column_warp, row_warp, warp_row0, kv_group;  // warp_row0: the first row of this warp
 
   // The current work unit.
   WorkUnit work_unit;

@@ -22,6 +22,7 @@
 #pragma once
 
 #include "cuda/kernels/decode/epilogue.cuh"
+#include "cuda/kernels/decode/latent_8bit.cuh"
 #include "cuda/kernels/decode/orientation_kq.cuh"
 #include "cuda/kernels/decode/orientation_qk.cuh"
 
@@ -35,7 +36,7 @@ constexpr bool kHasPdl = false;
 #endif
 
 template <class C>
-using Attention = std::conditional_t<C::kWarpRows == 8, OrientationKq<C>, OrientationQk<C>>;
+using Attention = std::conditional_t<C::kLatent, Latent8Bit<C>, std::conditional_t<C::kWarpRows == 8, OrientationKq<C>, OrientationQk<C>>>;
 
 // Main loop over the KV steps of a work unit. `after_first_loads` is called once, when the first loads are in flight.
 template <class C, typename F>
@@ -93,7 +94,12 @@ __device__ __forceinline__ void decode_partitions(const Params &params, char *sh
       cta.set_work_unit(work_unit);
       if (kHasPdl && iteration < 0 && partition < num_ctas() && cta.lengths_known()) cta.prefetch_kv();
       pdl_wait();
-      mainloop(cta, attention, [&] { epilogue.publish_split_tile(scheduler, partition, ends_partition); });
+      const auto publish = [&] { epilogue.publish_split_tile(scheduler, partition, ends_partition); };
+      if constexpr (C::kLatent) {
+        attention.mainloop(publish);
+      } else {
+        mainloop(cta, attention, publish);
+      }
       // Epilogue.
       cta.sync_group();  // the pipeline buffers are no longer read
       attention.store_partial_out();

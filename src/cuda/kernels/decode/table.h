@@ -26,7 +26,7 @@ struct Shape {
   int32_t head_dim_v;       // bucket of v: the same, or its first columns of latent caches
   int32_t warp_rows;        // rows per warp; 8 means the S^T = K Q^T orientation, for one token per sequence
   int32_t row_warps;        // warps that share KV tiles, each with rows of its own
-  int32_t kv_groups;        // groups of row_warps warps, each with KV tiles and a pipeline of its own
+  int32_t kv_groups;        // groups of row_warps warps (for latent caches twice as many), each with KV tiles and a pipeline of its own
   int32_t kv_tile;          // keys of a group's KV tile
   int32_t stages;           // of a group's pipeline
   int32_t max_ctas_per_sm;  // the most CTAs per SM, where shared memory allows
@@ -37,7 +37,8 @@ struct Shape {
 
   constexpr int32_t rows() const { return warp_rows * row_warps; }
   constexpr int32_t kv_step() const { return kv_groups * kv_tile; }
-  constexpr int32_t threads() const { return row_warps * kv_groups * 32; }
+  constexpr int32_t threads() const { return row_warps * column_warps(head_dim) * kv_groups * 32; }
+  constexpr bool takes_one_token() const { return warp_rows == 8 || is_latent(head_dim); }
   constexpr int32_t shared_bytes() const { return static_cast<int32_t>(storage_bytes); }
   // CTAs per SM where a CTA may have at most max_shared_bytes of shared memory.
   constexpr int32_t ctas_per_sm(int32_t max_shared_bytes) const {
