@@ -207,6 +207,32 @@ TEST(CudaPlan, LatentCaches) {
   EXPECT_EQ(forward_plan(p, older).family, Family::sm80);
 }
 
+// One token of up to 16 heads over bytes: TMA loads whole swizzle atoms from pages of whole boxes.
+TEST(CudaPlan, LatentCachesOfBytes) {
+  const auto bytes = [](int64_t heads, int64_t head_dim) {
+    MaskedProblem p = latent_cache(1, 5000, heads);
+    p.head_dim = head_dim;
+    p.k.dtype = p.v.dtype = Dtype::e4m3;
+    return p;
+  };
+  for (const int64_t head_dim : {576, 560}) {
+    const MaskedProblem p = bytes(16, head_dim);
+    const ForwardPlan plan = forward_plan(p, h200());
+    EXPECT_EQ(kernel_name(p, plan), "decode_fwd_bf16_e4m3_d576_16_split");
+    EXPECT_EQ(plan.tma_kv, head_dim == 576);
+    EXPECT_EQ(reason_of(plan).find("TMA loads K") != std::string::npos, head_dim == 576);
+  }
+  MaskedProblem p = bytes(16, 576);
+  const int32_t page_table = 0;
+  p.page_table = &page_table;
+  p.num_pages = 100;
+  for (const int64_t page_size : {16, 64, 24, 1}) {
+    p.page_size = page_size;
+    EXPECT_EQ(forward_plan(p, h200()).tma_kv, page_size % 16 == 0) << page_size;
+  }
+  EXPECT_EQ(forward_plan(bytes(17, 576), h200()).family, Family::mla);
+}
+
 // CTAs that may form pairs: as many as there are partitions, whatever the bounds of lengths allow.
 TEST(CudaPlan, LatentPairs) {
   for (const auto &[batch, keys, pairs] : {std::tuple{3, 512, false},

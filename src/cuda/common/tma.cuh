@@ -93,13 +93,6 @@ __device__ __forceinline__ void tma_store_4d(const CUtensorMap *map, uint32_t sr
                "r"(src), "r"(column), "r"(row), "r"(head), "r"(batch)
                : "memory");
 }
-// Loads `bytes` contiguous bytes, a multiple of 16; both addresses are, too.
-__device__ __forceinline__ void bulk_load(uint32_t dst, const void *src, uint32_t bytes, uint32_t barrier, uint64_t policy) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;\n" ::"r"(dst),
-      "l"(src), "r"(bytes), "r"(barrier), "l"(policy)
-      : "memory");
-}
 __device__ __forceinline__ void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
 
 // Adds `bytes` of fp32 in shared memory to global memory, or stores them, as one bulk group of this thread.

@@ -2,9 +2,21 @@
 #include <algorithm>
 
 #include "cuda/host/launches.h"
+#include "cuda/host/tensor_maps.h"
 #include "cuda/kernels/decode/decode.h"
 
 namespace fa::cuda::decode {
+namespace {
+
+fa_status set_latent_params(const ForwardProblem &p, const ForwardPlan &plan, const Driver &driver, LatentParams &params,
+                            ErrorText &error) {
+  params.tma_kv = plan.tma_kv;
+  if (!plan.tma_kv) return FA_OK;
+  return describe_latent_bytes(driver, "k", p, p.k, p.head_dim, kShapes[plan.shape].head_dim, kLatentBoxRows, params.k_map,
+                               error);
+}
+
+}  // namespace
 
 void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspace, Params &params) {
   char *memory = static_cast<char *>(workspace);
@@ -32,11 +44,13 @@ void set_params(const ForwardProblem &p, const ForwardPlan &plan, void *workspac
 }
 
 fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
-                       ErrorText &) {
+                       ErrorText &error) {
   const Shape &shape = kShapes[plan.shape];
   const Kernels instance = kernels(plan.shape, p.q.dtype, p.k.dtype);
-  auto &params = launches.make_params<Params>();
+  const bool latent = is_latent(shape.head_dim);
+  auto &params = latent ? launches.make_params<LatentParams>() : launches.make_params<Params>();
   set_params(p, plan, memory.workspace, params);
+  if (latent) FA_RETURN_IF_ERROR(set_latent_params(p, plan, memory.driver, static_cast<LatentParams &>(params), error));
   if (plan.cluster > 0) {
     const int64_t vectors = p.q_lengths.max_len * p.group * (shape.head_dim / 4);
     params.dsmem_vectors = Divisor((vectors + plan.cluster - 1) / plan.cluster);

@@ -98,6 +98,8 @@ bool plan_decode(const ForwardProblem &p, const Needs &needs, const Device &devi
   plan.shape = found;
   plan.row_blocks = static_cast<int32_t>(row_blocks);
   plan.rows_per_token = static_cast<int32_t>(p.group);
+  plan.tma_kv = decode::is_latent(shape.head_dim) && p.head_dim % decode::kLatentAtom == 0 &&
+                is_kv_tma_compatible(p, p.k, p.head_dim, decode::kLatentBoxRows);
   plan.reason =
       "decode kernel for few queries: the query heads of a group share each KV tile, and the keys are split over many CTAs";
   if (const int32_t n = shapes.clustered(found); n >= 0) {

@@ -360,7 +360,7 @@ std::string reason_of(const ForwardPlan &plan) {
     case Family::sm90:
       return reason + (plan.tma_out ? "; TMA stores out" : "; registers store out") + (plan.tma_out ? "" : out);
     case Family::decode:
-      return reason + out;
+      return reason + (plan.tma_kv ? "; TMA loads K" : "") + out;
     case Family::extend:
     case Family::mla:
       return reason + (plan.tma_kv ? "; TMA loads K and V" : "; cp.async gathers the rows of K and V") + out;

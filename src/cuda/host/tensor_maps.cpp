@@ -66,6 +66,17 @@ Description by_atoms(const Operand &t, int64_t head_dim, int64_t rows, int64_t h
           .promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
 }
 
+// The rows of K or V of one batch or page, and how many of these there are.
+struct KvRows {
+  int64_t count, batches;
+
+  explicit KvRows(const Problem &p) {
+    const bool paged = p.page_table != nullptr, packed = p.k_lengths.cu != nullptr;
+    count = paged ? p.page_size : packed ? p.k_lengths.total : p.k_lengths.max_len;
+    batches = paged ? p.num_pages : packed ? 1 : p.batch;
+  }
+};
+
 }  // namespace
 
 bool has_whole_atoms(Dtype dtype, int64_t head_dim) { return head_dim % atom_columns(dtype) == 0; }
@@ -88,22 +99,31 @@ fa_status describe_rows(const Driver &driver, const char *name, const Operand &t
 
 fa_status describe_kv(const Driver &driver, const char *name, const Problem &p, const Operand &t, int64_t head_dim,
                       int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error) {
-  const bool kv_8bit = is_quantised(t.dtype), paged = p.page_table != nullptr, packed = p.k_lengths.cu != nullptr;
-  const int64_t rows = paged    ? p.page_size
-                       : packed ? p.k_lengths.total
-                                : p.k_lengths.max_len,
-                batches = paged    ? p.num_pages
-                          : packed ? 1
-                                   : p.batch;
-  Description d =
-      by_atoms(t, head_dim, rows, p.heads_k, batches, box_columns / static_cast<int32_t>(atom_columns(t.dtype)), box_rows);
-  if (kv_8bit) {
+  const KvRows rows(p);
+  Description d = by_atoms(t, head_dim, rows.count, p.heads_k, rows.batches,
+                           box_columns / static_cast<int32_t>(atom_columns(t.dtype)), box_rows);
+  if (is_quantised(t.dtype)) {
     d.sizes[0] = head_dim;
     d.sizes[2] = 1;
     d.strides[1] = d.box[0] = box_columns;
     d.box[2] = 1;
     d.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
   }
+  return encode(driver, name, t.data, d, map, error);
+}
+
+fa_status describe_latent_bytes(const Driver &driver, const char *name, const Problem &p, const Operand &t, int64_t head_dim,
+                                int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error) {
+  constexpr int32_t kAtom = 64;
+  const KvRows rows(p);
+  const Description d{.type = map_type(t.dtype),
+                      .element_bytes = 1,
+                      .rank = 5,
+                      .sizes = {kAtom, rows.count, head_dim / kAtom, p.heads_k, rows.batches},
+                      .strides = {t.seq_stride, kAtom, t.head_stride, t.batch_stride},
+                      .box = {kAtom, box_rows, box_columns / kAtom, 1, 1},
+                      .swizzle = CU_TENSOR_MAP_SWIZZLE_64B,
+                      .promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
   return encode(driver, name, t.data, d, map, error);
 }
 

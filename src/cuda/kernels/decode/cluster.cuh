@@ -107,7 +107,7 @@ class ClusterDecode {
 
 // Every CTA waits for the previous launch, so that a dependent launch that waits for this one has waited for both.
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kMinCtas) decode(const __grid_constant__ Params params) {
+__global__ void __launch_bounds__(C::kThreads, C::kMinCtas) decode(const __grid_constant__ ParamsOf<C> params) {
 #ifdef __CUDA_ARCH__
   if constexpr (__CUDA_ARCH__ >= C::kCapability * 10) {
     extern __shared__ __align__(1024) char shared[];

@@ -24,14 +24,14 @@ struct Config {
   static constexpr bool k8BitKv = kFormat != Format::same;
   using Element = Element_;  // of the MMA operands; also of Q and out, except with 8-bit KV
   using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
-  static constexpr int kD = kD_;                  // head_dim, rounded up to the bucket
-  static constexpr bool kLatent = is_latent(kD);  // V is the first columns of K
-  static constexpr int kDv = value_columns(kD);   // columns of out
-  static constexpr int kWarpRows = kWarpRows_;    // rows per warp
-  static constexpr int kRowWarps = kRowWarps_;    // warps of a KV group with rows of their own
+  static constexpr int kD = kD_;                         // head_dim, rounded up to the bucket
+  static constexpr bool kLatent = is_latent(kD);         // V is the first columns of K
+  static constexpr int kDv = value_columns(kD);          // columns of out
+  static constexpr int kWarpRows = kWarpRows_;           // rows per warp
+  static constexpr int kRowWarps = kRowWarps_;           // warps of a KV group with rows of their own
   static constexpr int kColumnWarps = column_warps(kD);  // warps of a KV group that share rows
-  static constexpr int kKvGroups = kKvGroups_;    // groups of kRowWarps warps, each with KV tiles of its own
-  static constexpr int kKvTile = kKvTile_;        // keys of a group's KV tile
+  static constexpr int kKvGroups = kKvGroups_;           // groups of kRowWarps warps, each with KV tiles of its own
+  static constexpr int kKvTile = kKvTile_;               // keys of a group's KV tile
   static constexpr int kStages = kStages_;
   static constexpr int kMinCtas = kMinCtas_;
   static constexpr int kCapability = kCapability_;
@@ -51,7 +51,6 @@ struct Config {
   using Storage = typename StorageOf::Type;    // all of the CTA's shared memory
   using CtaStorage = typename StorageOf::Cta;  // without the cluster's DSMEM buffer
   using Stage = typename StorageOf::Stage;
-  static constexpr int kStagePitch = sizeof(Stage::k[0]);
   static constexpr int kSharedBytes = sizeof(Storage);
   static_assert(sizeof(CtaStorage::pipeline[0]) >= kRows * kDv * 4 && kKvTile <= 32 && kKvTile % 16 == 0);
 };
@@ -188,7 +187,8 @@ class Cta {
   // previous one.
   __device__ __forceinline__ void prefetch_kv() const {
     const int step = lane_id / C::kKvTile, key = first_key(step) + lane_id % C::kKvTile;
-    if (row_warp > 0 || column_warp > 0 || kv_group % (C::kKvGroups / 2) != 0 || step >= work_unit.steps || key < keys.begin || key >= keys.end)
+    if (row_warp > 0 || column_warp > 0 || kv_group % (C::kKvGroups / 2) != 0 || step >= work_unit.steps || key < keys.begin ||
+        key >= keys.end)
       return;
     int64_t page = 0, row = key;
     if (page_table_ != nullptr) {
@@ -279,10 +279,8 @@ class Cta {
   }
   // Of the keys of a column warp.
   __device__ __forceinline__ void load_descales(int stage, const KvPlace &place, int first_key, int keys) const {
-    if (params.k_descale.per_row)
-      load_descales(smem_k_descale(stage) + first_key * 4, params.k_descale.factors, place, keys);
-    if (params.v_descale.per_row)
-      load_descales(smem_v_descale(stage) + first_key * 4, params.v_descale.factors, place, keys);
+    if (params.k_descale.per_row) load_descales(smem_k_descale(stage) + first_key * 4, params.k_descale.factors, place, keys);
+    if (params.v_descale.per_row) load_descales(smem_v_descale(stage) + first_key * 4, params.v_descale.factors, place, keys);
   }
   // Loads the descales of a tile's keys; each lane loads that of its own key. The base address is recomputed each time to save
   // registers for out.
@@ -339,9 +337,7 @@ class Cta {
   __device__ __forceinline__ uint32_t smem_k(int stage) const {
     return smem_pipeline(kv_group) + stage * static_cast<int>(sizeof(typename C::Stage));
   }
-  __device__ __forceinline__ uint32_t smem_v(int stage) const {
-    return smem_k(stage) + offsetof(typename C::Stage, v);
-  }
+  __device__ __forceinline__ uint32_t smem_v(int stage) const { return smem_k(stage) + offsetof(typename C::Stage, v); }
   __device__ __forceinline__ uint32_t smem_k_descale(int stage) const {
     return smem_k(stage) + offsetof(typename C::Stage, k_descale);
   }

@@ -36,7 +36,11 @@ constexpr bool kHasPdl = false;
 #endif
 
 template <class C>
-using Attention = std::conditional_t<C::kLatent, Latent8Bit<C>, std::conditional_t<C::kWarpRows == 8, OrientationKq<C>, OrientationQk<C>>>;
+using Attention =
+    std::conditional_t<C::kLatent, Latent8Bit<C>, std::conditional_t<C::kWarpRows == 8, OrientationKq<C>, OrientationQk<C>>>;
+
+template <class C>
+using ParamsOf = std::conditional_t<C::kLatent, LatentParams, Params>;
 
 // Main loop over the KV steps of a work unit. `after_first_loads` is called once, when the first loads are in flight.
 template <class C, typename F>

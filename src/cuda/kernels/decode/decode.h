@@ -2,6 +2,7 @@
 // The decode kernels as the planner and the launcher see them: a few queries per sequence over many keys.
 #pragma once
 
+#include <cuda.h>
 #include <vector_types.h>
 
 #include "core/forward_problem.h"
@@ -53,6 +54,12 @@ struct Params {
   // For kernels that combine partials themselves (extend, MLA): how many partials of a work tile are stored. Zero before and
   // after the launch.
   int32_t *counters;
+};
+
+// Of the kernels for latent caches of 8 bits (latent_8bit.cuh).
+struct LatentParams : Params {
+  bool tma_kv;
+  CUtensorMap k_map;  // where TMA loads K: boxes of kLatentBoxRows keys
 };
 
 // Addresses for cudaLaunchKernel, null if this build leaves the kernels out. `shape` indexes kShapes.

@@ -7,8 +7,7 @@
 //   S = Q K^T, P    warp w computes the w-th half of the keys
 //   out += P V      warp w computes the w-th half of the columns, for all keys. P of the other half comes through shared memory
 //
-// A key is one row of bytes without a swizzle. Rows are 16 bytes apart from a multiple of 128, so that ldmatrix reads without bank conflicts,
-// at constant offsets. One lane loads a key by a bulk copy.
+// TMA loads the keys of a warp as one box. cp.async loads them to the same places where some are not seen or do not lie in one page.
 //
 //   for every tile:   load the next tile; wait for this one; S; P; exchange P; out += P V; release the stage
 //
@@ -32,8 +31,9 @@ class Latent8Bit {
  public:
   using KvElement = typename C::KvElement;
   static constexpr int kWarps = C::kColumnWarps, kKeys = C::kKvTile / kWarps, kColumns = C::kDv / kWarps;  // of a warp
-  static constexpr int kPitch = C::kStagePitch;
-  static_assert(kWarps == 2 && kKeys == 16 && C::kStages == 2 && C::kWarpRows == 16 && C::kRowWarps == 1);
+  static constexpr int kAtoms = C::kD / kLatentAtom, kAtomBytes = kKeys * kLatentAtom, kBoxBytes = kAtoms * kAtomBytes;
+  static_assert(kKeys == kLatentBoxRows && kWarps == 2 && kKeys == 16 && C::kStages == 2 && C::kWarpRows == 16 &&
+                C::kRowWarps == 1);
 
   using Fragment = QkFragment<1, kKeys / 8>;  // of S
   using Scores = Accumulator<1, kKeys / 8>;
@@ -60,7 +60,6 @@ class Latent8Bit {
     const int end = min(cta_.work_unit.steps, max(0, (cta_.keys.end - group_key + C::kKvStep - 1) / C::kKvStep));
 
     KvPlace place = locate_key(step, end), next = locate_key(step + 1, end);
-    zero_missing_columns();
     cta_.load_q();
     if (step < end) {
       load_tile(place, tiles_);
@@ -105,7 +104,8 @@ class Latent8Bit {
     for (int r = 0; r < Fragment::kRows; ++r) {
       const int row = Fragment::query(lane, r);
       if (cta_.column_warp == 0 && Fragment::leads(lane))
-        st_shared_float2(cta_.smem_row_stats(cta_.kv_group, row), {softmax_.max[r], softmax_.sum[r] + ld_shared_float(top(1, row))});
+        st_shared_float2(cta_.smem_row_stats(cta_.kv_group, row),
+                         {softmax_.max[r], softmax_.sum[r] + ld_shared_float(top(1, row))});
       scale[r] = has_reference() ? exp2_approx(reference_.u[r] - softmax_.max[r]) : cta_.head_descale(cta_.params.v_descale);
     }
     scale_rows<OutFragment>(out_, scale);
@@ -116,8 +116,9 @@ class Latent8Bit {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; j += 2) {
         const auto bits = [&](int n, int e) { return __float_as_uint(out_[0][j + n][2 * r + e]); };
-        st_shared_16(cta_.smem_out(cta_.kv_group, row, cta_.column_warp * (kColumns / 8) + j + (lane >> 1 & 1)) + (lane & 1) * 16,
-                     bits(0, 0), bits(1, 0), bits(0, 1), bits(1, 1));
+        st_shared_16(
+            cta_.smem_out(cta_.kv_group, row, cta_.column_warp * (kColumns / 8) + j + (lane >> 1 & 1)) + (lane & 1) * 16,
+            bits(0, 0), bits(1, 0), bits(0, 1), bits(1, 1));
       }
     }
     fence_proxy_async();  // the next bulk copies write there
@@ -135,58 +136,49 @@ class Latent8Bit {
     return cta_.place_of(key);
   }
 
-  // Loads this warp's keys of the CTA's n-th tile as soon as both warps have read the tile that was in its stage.
-  __device__ __forceinline__ void load_tile(const KvPlace &place, uint32_t n) const {
+  // Loads this warp's keys of the CTA's n-th tile as soon as both warps have read the tile that was in its stage. All lanes arrive at `full`.
+  __device__ __forceinline__ void load_tile(const KvPlace &place, uint32_t n) {
     const int stage = static_cast<int>(n % C::kStages), lane = opaque(cta_.lane_id);
-    const uint32_t to = cta_.smem_k(stage) + cta_.column_warp * kKeys * kPitch,
+    const uint32_t to = smem_keys(stage, cta_.column_warp),
                    full = barrier(offsetof(LatentExchange, full), cta_.kv_group, stage);
-    const uint32_t bytes = static_cast<uint32_t>(cta_.problem.head_dim);
-    const uint64_t policy = cta_.params.row_blocks == 1 ? kEvictFirst : kEvictNormal;
-    const auto address = [&](int page, int row) {
-      return cta_.k_ + page * cta_.page_stride(cta_.problem.k) + row * cta_.problem.k.seq_stride;
-    };
     mbarrier_wait(barrier(offsetof(LatentExchange, empty), cta_.kv_group, stage), n / C::kStages % 2 ^ 1);
-    const bool exists = place.row >= 0;
-    const uint32_t keys = __ballot_sync(~0u, exists);
-    if (cta_.aligned_pages_ && keys == (1u << kKeys) - 1) {
-      // One lane loads all keys: bulk copies of several lanes are issued one by one, with some ten instructions each.
-      const KvElement *from = address(uniform(place.outer), uniform(place.row));
+    const uint32_t keys = __ballot_sync(~0u, place.row >= 0);
+    if (params().tma_kv && keys == (1u << kKeys) - 1) {
+      if (stored_stages_ >> stage & 1) fence_proxy_async();
+      stored_stages_ &= ~(1 << stage);
+      int outer = uniform(place.outer), row = uniform(place.row);
+      if (cta_.page_table_ == nullptr) {
+        const bool packed = cta_.problem.k_lengths.cu != nullptr;
+        outer = packed ? 0 : cta_.work_unit.batch;
+        if (packed) row += static_cast<int>(offset_of(cta_.problem.k_lengths, cta_.work_unit.batch));
+      }
       if (elect_one()) {
-        mbarrier_arrive_expect_tx(full, kKeys * bytes);
-#pragma unroll
-        for (int n = 0; n < kKeys; ++n) bulk_load(to + n * kPitch, from + n * cta_.problem.k.seq_stride, bytes, full, policy);
+        mbarrier_arrive_expect_tx(full, kBoxBytes);
+        tma_load_5d(to, &params().k_map, full, 0, row, /*atom=*/0, cta_.head(), outer,
+                    cta_.params.row_blocks == 1 ? kEvictFirst : kEvictNormal);
       } else {
         mbarrier_arrive(full);
       }
     } else {
-      if (!exists && lane < kKeys) {
+      // Four lanes load a key, 64 bytes at a time.
+      stored_stages_ |= 1 << stage;
+      const int vector = lane & 3;
 #pragma unroll 1
-        for (int at = 0; at < C::kD; at += 16) st_shared_16(to + lane * kPitch + at, 0, 0, 0, 0);
-        fence_proxy_async();
+      for (int first = 0; first < kKeys; first += 8) {
+        const int key = first + lane / 4, outer = __shfl_sync(~0u, place.outer, key), row = __shfl_sync(~0u, place.row, key);
+        const uint8_t *from =
+            cta_.k_ + outer * cta_.page_stride(cta_.problem.k) + max(row, 0) * cta_.problem.k.seq_stride + vector * 16;
+        const int columns = row >= 0 ? static_cast<int>(cta_.problem.head_dim) - vector * 16 : 0;
+        const uint32_t at = to + vector_offset(key, vector);
+#pragma unroll
+        for (int atom = 0; atom < kAtoms; ++atom)
+          cp_async_16(at + atom * kAtomBytes, from + atom * kLatentAtom, atom * kLatentAtom < columns ? 16 : 0);
       }
-      if (lane == 0) {
-        mbarrier_arrive_expect_tx(full, __popc(keys) * bytes);
-      } else {
-        mbarrier_arrive(full);
-      }
-      __syncwarp();
-      if (exists) bulk_load(to + lane * kPitch, address(place.outer, place.row), bytes, full, policy);
+      cp_async_mbarrier_arrive(full);
     }
     __syncwarp();
     cta_.load_descales(stage, place, cta_.column_warp * kKeys, kKeys);
     cp_async_commit();
-  }
-
-  // Columns from head_dim on: nobody loads them, and the epilogue before has written there.
-  __device__ __forceinline__ void zero_missing_columns() const {
-    const int head_dim = static_cast<int>(cta_.problem.head_dim);
-    if (head_dim == C::kD) return;
-#pragma unroll 1
-    for (int n = 0; n < C::kStages; ++n)
-#pragma unroll 1
-      for (int at = head_dim; at < C::kD; at += 16)
-        if (cta_.lane_id < kKeys)
-          st_shared_16(cta_.smem_k(n) + (cta_.column_warp * kKeys + cta_.lane_id) * kPitch + at, 0, 0, 0, 0);
   }
 
   __device__ __forceinline__ void load_q_fragments() {
@@ -236,13 +228,11 @@ class Latent8Bit {
   __device__ __forceinline__ void compute_qk(Scores &s, int stage) const {
     constexpr int kLoads = C::kD / 32, kAhead = 2;
     const int lane = opaque(cta_.lane_id);
-    const uint32_t keys = cta_.smem_k(stage) + (cta_.column_warp * kKeys + (lane & 7) + (lane >> 4) * 8) * kPitch + (lane >> 3 & 1) * 16;
+    const uint32_t keys = smem_keys(stage, cta_.column_warp) + vector_offset((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1);
     const uint32_t q = smem_q(lane);
     float part[2][2][4] = {};
     uint32_t f[kAhead + 1][4], a[2][2][4];
-    const auto load = [&](int n) {
-      ldmatrix_x4(f[n % (kAhead + 1)], keys + n * 32);
-    };
+    const auto load = [&](int n) { ldmatrix_x4(f[n % (kAhead + 1)], column_step(keys, n)); };
     const auto load_q = [&](int n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half)
@@ -374,13 +364,13 @@ class Latent8Bit {
 
     __device__ __forceinline__ PvLoads(const Latent8Bit &a, int stage) {
       const int lane = opaque(a.cta_.lane_id), warp = a.cta_.column_warp;
-      const uint32_t values = a.cta_.smem_k(stage) + (lane & 15) * kPitch + warp * kColumns + (lane >> 4) * 16;
-      own = values + warp * kKeys * kPitch, others = values + (warp ^ 1) * kKeys * kPitch;
+      const uint32_t values = warp * (kColumns / kLatentAtom) * kAtomBytes + vector_offset(lane & 15, lane >> 4);
+      own = a.smem_keys(stage, warp) + values, others = a.smem_keys(stage, warp ^ 1) + values;
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) load(n);
     }
     __device__ __forceinline__ void load(int n) {
-      if (n < kLoads) ldmatrix_x4_trans(f[n % (kAhead + 1)], (n < kColumnLoads ? own : others) + n % kColumnLoads * 32);
+      if (n < kLoads) ldmatrix_x4_trans(f[n % (kAhead + 1)], column_step(n < kColumnLoads ? own : others, n % kColumnLoads));
     }
     uint32_t own, others, f[kAhead + 1][4];
   };
@@ -406,6 +396,16 @@ class Latent8Bit {
   // Shared memory
   // ------------------------------------------------------------------------------------------------------------------
 
+  // The keys of warp `warp`.
+  __device__ __forceinline__ uint32_t smem_keys(int stage, int warp) const { return cta_.smem_k(stage) + warp * kBoxBytes; }
+  // 16 bytes of a key, in the box's first atom.
+  static __device__ __forceinline__ uint32_t vector_offset(int key, int vector) {
+    return key * kLatentAtom + ((vector ^ (key >> 1 & 3)) << 4);
+  }
+  // The same n times 32 columns later. `address`: of the first or the second vector of an atom.
+  static __device__ __forceinline__ uint32_t column_step(uint32_t address, int n) {
+    return (address ^ (n % 2 * 32)) + n / 2 * kAtomBytes;
+  }
   __device__ __forceinline__ uint32_t exchange(int group) const {
     return cta_.smem + static_cast<uint32_t>(offsetof(typename C::CtaStorage, exchange)) +
            group * static_cast<int>(sizeof(LatentExchange));
@@ -422,7 +422,8 @@ class Latent8Bit {
     return exchange(cta_.kv_group) + static_cast<uint32_t>(offsetof(LatentExchange, top)) + (warp * C::kRows + row) * 8;
   }
   __device__ __forceinline__ uint32_t exceeds_flag(int warp) const {
-    return exchange(cta_.kv_group) + static_cast<uint32_t>(offsetof(LatentExchange, exceeds)) + (tiles_ % 2 * kWarps + warp) * 4;
+    return exchange(cta_.kv_group) + static_cast<uint32_t>(offsetof(LatentExchange, exceeds)) +
+           (tiles_ % 2 * kWarps + warp) * 4;
   }
   // Waits for the other warp of the group. An mbarrier, since compute-sanitizer does not follow named barriers at several places.
   __device__ __forceinline__ void meet() {
@@ -434,9 +435,12 @@ class Latent8Bit {
   __device__ __forceinline__ uint32_t smem_q(int lane) const { return cta_.smem + swizzled<kQPitch>(lane & 15, lane >> 4); }
 
   static constexpr float kThreshold = 8.f;
-  static constexpr int kHeldQSteps = 8;  // steps of 16 columns of Q in registers; the others are loaded for each tile
+  static constexpr int kHeldQSteps = 10;  // steps of 16 columns of Q in registers; the others are loaded for each tile
+
+  __device__ __forceinline__ const LatentParams &params() const { return static_cast<const LatentParams &>(cta_.params); }
 
   const Cta<C> &cta_;
+  uint32_t stored_stages_ = 0;         // a bit for each stage whose keys were not loaded by TMA
   uint32_t tiles_ = 0, meetings_ = 0;  // of this group, over all work units
   uint32_t q_[kHeldQSteps][4];
   Accumulator<1, kColumns / 8> out_;

@@ -26,10 +26,11 @@ struct KvStage8Bit {
   float k_descale[kKvTile], v_descale[kKvTile];
 };
 
-// V is in k. Rows have no swizzle; the same 16 bytes of eight of them lie in different banks.
+// V is in k, which lies as boxes of kLatentBoxRows keys, each in swizzle atoms of 64 columns: [atom][key][64], with the 64-byte swizzle of TMA.
+constexpr int32_t kLatentBoxRows = 16, kLatentAtom = 64;
 template <int kKvTile, int kPitch>
-struct LatentStage8Bit {
-  char k[kKvTile][kPitch + 16];
+struct alignas(512) LatentStage8Bit {
+  char k[kKvTile / kLatentBoxRows][kPitch / kLatentAtom][kLatentBoxRows][kLatentAtom];
   float k_descale[kKvTile], v_descale[kKvTile];
 };
 
@@ -54,9 +55,9 @@ struct SharedStorage8Bit {
 
 // What the two warps of a KV group for latent caches exchange, and the mbarriers of the group's pipeline.
 struct alignas(16) LatentExchange {
-  uint32_t p[2][2][32][4];  // P of each warp's keys, of two tiles in turn
-  float top[2][16][2];      // the largest exponents of each warp's keys by row
-  uint32_t exceeds[2][2];   // whether a maximum has to be raised for a warp's keys, of two tiles in turn
+  uint32_t p[2][2][32][4];                 // P of each warp's keys, of two tiles in turn
+  float top[2][16][2];                     // the largest exponents of each warp's keys by row
+  uint32_t exceeds[2][2];                  // whether a maximum has to be raised for a warp's keys, of two tiles in turn
   uint64_t full[2], empty[2], meeting[2];  // one `meeting`, and padding
 };
 template <class Stage, int kHeadDim, int kRows, int kKvGroups, int kStages>
@@ -86,8 +87,7 @@ struct SharedStorageOf {
   using Stage = std::conditional_t<kKvBytes == 1, Stage8Bit, KvStage<kKvTile, kHeadDim * 2>>;
   using Cta8Bit = std::conditional_t<is_latent(kHeadDim), LatentStorage8Bit<Stage, kHeadDim, kRows, kKvGroups, kStages>,
                                      SharedStorage8Bit<Stage, kHeadDim, kRows, kKvGroups, kStages>>;
-  using Cta = std::conditional_t<kKvBytes == 1, Cta8Bit,
-                                 SharedStorage16Bit<Stage, kHeadDim, kRows, kKvGroups, kStages>>;
+  using Cta = std::conditional_t<kKvBytes == 1, Cta8Bit, SharedStorage16Bit<Stage, kHeadDim, kRows, kKvGroups, kStages>>;
   using Type = std::conditional_t<kClustered, ClusteredStorage<Cta, kHeadDim, kRows>, Cta>;
 };
 

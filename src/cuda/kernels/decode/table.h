@@ -22,13 +22,14 @@ constexpr int32_t kCombineColumns =
 
 struct Shape {
   const char *name;
-  int32_t head_dim;         // bucket of q and k
-  int32_t head_dim_v;       // bucket of v: the same, or its first columns of latent caches
-  int32_t warp_rows;        // rows per warp; 8 means the S^T = K Q^T orientation, for one token per sequence
-  int32_t row_warps;        // warps that share KV tiles, each with rows of its own
-  int32_t kv_groups;        // groups of row_warps warps (for latent caches twice as many), each with KV tiles and a pipeline of its own
-  int32_t kv_tile;          // keys of a group's KV tile
-  int32_t stages;           // of a group's pipeline
+  int32_t head_dim;    // bucket of q and k
+  int32_t head_dim_v;  // bucket of v: the same, or its first columns of latent caches
+  int32_t warp_rows;   // rows per warp; 8 means the S^T = K Q^T orientation, for one token per sequence
+  int32_t row_warps;   // warps that share KV tiles, each with rows of its own
+  int32_t
+      kv_groups;    // groups of row_warps warps (for latent caches twice as many), each with KV tiles and a pipeline of its own
+  int32_t kv_tile;  // keys of a group's KV tile
+  int32_t stages;   // of a group's pipeline
   int32_t max_ctas_per_sm;  // the most CTAs per SM, where shared memory allows
   int32_t capability;       // of the oldest devices whose shared memory and register allocation fit
   bool clustered;           // the CTAs of a cluster share the keys of a head (cluster.cuh)
