@@ -386,6 +386,40 @@ TEST_P(Decode, QuantisedVisibleNan) {
   }
 }
 
+// More than 256 columns, with several tokens and more rows than a tile has: pages that TMA reads and others, descales of all kinds, score terms,
+// NaN that is seen and that is not.
+TEST_P(Decode, QuantisedWideHeads) {
+  constexpr int64_t kPages[] = {0, 16, 3, 64, 24};
+  int64_t n = 0;
+  for (const int64_t head_dim : {512, 448, 320, 272}) {
+    for (const auto &[seqlen_q, group] : {std::pair{1, 8}, {2, 8}, {4, 8}, {5, 3}, {16, 2}, {30, 8}}) {
+      Case c = base("decode: quantised wide heads");
+      c.dtype = n % 4 < 2 ? FA_BFLOAT16 : FA_FLOAT16;
+      c.key_dtype = n % 3 == 0 ? FA_INT8 : FA_FLOAT8_E4M3;
+      c.descale = (n + head_dim / 64) % 3;
+      c.factor_range = c.descale == 2 && n % 2 == 0 ? 8 : 0;
+      c.head_dim = head_dim;
+      c.head_dim_v = n % 4 == 3 ? 208 : head_dim;
+      c.heads_q = c.heads_k * group;
+      c.q.seqlen = seqlen_q;
+      c.k.seqlen = 300;
+      c.k.used = {c.k.seqlen, 77, 200};
+      c.mask = FA_MASK_CAUSAL;
+      c.page_size = kPages[n % 5];
+      c.spare_pages = c.page_size > 0 ? 3 : 0;
+      if (n % 6 == 1) c.window_left = 90;
+      if (n % 6 == 2) c.softcap = 5;
+      if (n % 6 == 4) c.sink = 1;
+      if (n % 6 == 5) c.num_splits = 3;
+      c.nan_keys = 1;
+      EXPECT_TRUE(check(backend(), c));
+      if (c.key_dtype == FA_FLOAT8_E4M3) c.nan_visible = 1 + n % 3;
+      EXPECT_TRUE(check(backend(), c));
+      ++n;
+    }
+  }
+}
+
 FA_ON_EVERY_BACKEND(Decode);
 
 }  // namespace

@@ -207,8 +207,8 @@ TEST(CudaPlan, LatentCaches) {
   EXPECT_EQ(forward_plan(p, older).family, Family::sm80);
 }
 
-// One token of up to 16 heads over bytes: TMA loads whole swizzle atoms from pages of whole boxes.
-TEST(CudaPlan, LatentCachesOfBytes) {
+// One token of up to 16 heads over 8-bit KV: TMA loads whole swizzle atoms from pages of whole boxes.
+TEST(CudaPlan, LatentCachesOf8Bits) {
   const auto bytes = [](int64_t heads, int64_t head_dim) {
     MaskedProblem p = latent_cache(1, 5000, heads);
     p.head_dim = head_dim;
@@ -220,7 +220,7 @@ TEST(CudaPlan, LatentCachesOfBytes) {
     const ForwardPlan plan = forward_plan(p, h200());
     EXPECT_EQ(kernel_name(p, plan), "decode_fwd_bf16_e4m3_d576_16_split");
     EXPECT_EQ(plan.tma_kv, head_dim == 576);
-    EXPECT_EQ(reason_of(plan).find("TMA loads K") != std::string::npos, head_dim == 576);
+    EXPECT_EQ(reason_of(plan).find("TMA loads K and V") != std::string::npos, head_dim == 576);
   }
   MaskedProblem p = bytes(16, 576);
   const int32_t page_table = 0;
@@ -231,6 +231,11 @@ TEST(CudaPlan, LatentCachesOfBytes) {
     EXPECT_EQ(forward_plan(p, h200()).tma_kv, page_size % 16 == 0) << page_size;
   }
   EXPECT_EQ(forward_plan(bytes(17, 576), h200()).family, Family::mla);
+  // What the MLA kernels do not take runs in row blocks.
+  p = bytes(64, 576);
+  p.softcap = 30;
+  EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), "decode_fwd_bf16_e4m3_d576_16_split");
+  EXPECT_EQ(forward_plan(p, h200()).row_blocks, 4);
 }
 
 // CTAs that may form pairs: as many as there are partitions, whatever the bounds of lengths allow.

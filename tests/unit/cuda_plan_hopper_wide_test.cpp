@@ -67,9 +67,14 @@ TEST(CudaPlanHopper, PagesOfWideHeads) {
   EXPECT_EQ(name(paged(1, 1000, 512, 32)), "sm90_fwd_bf16_d512p_split");
   MaskedProblem bytes = paged(1, 1000, 512, 8);
   bytes.k.dtype = bytes.v.dtype = Dtype::e4m3;
-  EXPECT_EQ(name(bytes), "decode_fwd_bf16_e4m3_d512_16_split");
-  // More of them over 8-bit KV: a kernel widens it in the workspace, unless that would take more than a gigabyte.
-  for (const auto &[queries, splits] : {std::pair{2, 4}, {1000, 1}}) {
+  // Up to four tiles of the decode kernel over 8-bit KV.
+  for (const int64_t queries : {1, 2, 8}) {
+    bytes.q_lengths.max_len = queries;
+    EXPECT_EQ(name(bytes), "decode_fwd_bf16_e4m3_d512_16_split");
+    EXPECT_TRUE(forward_plan(bytes, h200()).tma_kv);
+  }
+  // More of them: a kernel widens it in the workspace, unless that would take more than a gigabyte.
+  for (const auto &[queries, splits] : {std::pair{9, 4}, {1000, 1}}) {
     bytes.q_lengths.max_len = queries;
     const ForwardPlan plan = forward_plan(bytes, h200());
     EXPECT_EQ(kernel_name(bytes, plan), splits > 1 ? "sm90_fwd_bf16_e4m3_d512p_split" : "sm90_fwd_bf16_e4m3_d512p");
@@ -80,7 +85,7 @@ TEST(CudaPlanHopper, PagesOfWideHeads) {
     EXPECT_EQ(plan.workspace_bytes, plan.widened_offset + copy);
   }
   bytes.k_lengths.max_len = 1 << 17;
-  EXPECT_EQ(forward_plan(bytes, h200()).family, Family::simt);
+  EXPECT_EQ(forward_plan(bytes, h200()).family, Family::decode);
   // Contiguous keys: few queries or tiles, and tiles that are fewer by half (D320: by two thirds).
   const std::tuple<int64_t, int64_t, int64_t, int64_t, std::string> contiguous[] = {
       {2, 4, 4096, 512, "d512p_split"},   {2, 72, 4096, 512, "d512p_split"}, {2, 1000, 4096, 512, "d512"},

@@ -8,12 +8,16 @@
 namespace fa::cuda::decode {
 namespace {
 
-fa_status set_latent_params(const ForwardProblem &p, const ForwardPlan &plan, const Driver &driver, LatentParams &params,
-                            ErrorText &error) {
+fa_status set_wide_params(const ForwardProblem &p, const ForwardPlan &plan, const Driver &driver, WideParams &params,
+                          ErrorText &error) {
   params.tma_kv = plan.tma_kv;
   if (!plan.tma_kv) return FA_OK;
-  return describe_latent_bytes(driver, "k", p, p.k, p.head_dim, kShapes[plan.shape].head_dim, kLatentBoxRows, params.k_map,
-                               error);
+  const auto describe = [&](const char *name, const Operand &t, int64_t head_dim, int32_t columns, CUtensorMap &map) {
+    return describe_wide_8bit(driver, name, p, t, head_dim, columns, kWideBoxRows, map, error);
+  };
+  const Shape &shape = kShapes[plan.shape];
+  FA_RETURN_IF_ERROR(describe("k", p.k, p.head_dim, shape.head_dim, params.k_map));
+  return is_latent(shape.head_dim) ? FA_OK : describe("v", p.v, p.head_dim_v, shape.head_dim_v, params.v_map);
 }
 
 }  // namespace
@@ -47,10 +51,10 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
                        ErrorText &error) {
   const Shape &shape = kShapes[plan.shape];
   const Kernels instance = kernels(plan.shape, p.q.dtype, p.k.dtype);
-  const bool latent = is_latent(shape.head_dim);
-  auto &params = latent ? launches.make_params<LatentParams>() : launches.make_params<Params>();
+  const bool wide = shape.kv_bytes == 1 && shape.column_warps() > 1;
+  auto &params = wide ? launches.make_params<WideParams>() : launches.make_params<Params>();
   set_params(p, plan, memory.workspace, params);
-  if (latent) FA_RETURN_IF_ERROR(set_latent_params(p, plan, memory.driver, static_cast<LatentParams &>(params), error));
+  if (wide) FA_RETURN_IF_ERROR(set_wide_params(p, plan, memory.driver, static_cast<WideParams &>(params), error));
   if (plan.cluster > 0) {
     const int64_t vectors = p.q_lengths.max_len * p.group * (shape.head_dim / 4);
     params.dsmem_vectors = Divisor((vectors + plan.cluster - 1) / plan.cluster);

@@ -125,7 +125,7 @@ constexpr auto kRows = concatenate(
               row.scores = kSoftcapAlibi;
               row.features = kCacheFeatures | (decode::is_latent(shape.head_dim) ? 0 : kSeparateV) |
                              (kv_8bit ? 0 : kLeftPadding) | kHugePackedKv | kDescalePerRow;
-              row.max_queries = shape.takes_one_token() ? 1 : kv_8bit ? INT64_MAX : kFewQueries;
+              row.max_queries = shape.warp_rows == 8 ? 1 : kv_8bit ? INT64_MAX : kFewQueries;
             }),
     rows_of(extend::kShapes, Family::extend, Pass::forward,
             [](KernelRow &row, const extend::Shape &shape) {

@@ -10,6 +10,7 @@
 #include "cuda/host/key_lists.h"
 #include "cuda/host/planners.h"
 #include "cuda/kernels/cell_map/cell_map.h"
+#include "cuda/kernels/decode/shared_storage.h"
 
 namespace fa::cuda {
 namespace {
@@ -132,7 +133,9 @@ fa_status check_same_bits(const BackwardProblem &b, const Device &device, ErrorT
 //   K and V               rows and queries                              kernels
 //   any                   more than 32 rows, of 8-bit K and V or of     extend
 //                         at most 16 queries
-//   any                   any                                           decode
+//   any                   any, but of 8-bit K and V above 256 columns   decode
+//                         64 rows, latent caches 16, where mla and
+//                         sm90 take more
 //   any                   any                                           mla
 //   8-bit                 any                                           sm90 (fp8), any device
 //   16-bit, pages that    extend_reads_pages_better() or not            extend, sm90
@@ -172,7 +175,15 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
       plan_extend(p, needs, device, plan)) {
     return FA_OK;
   }
-  if (plan_decode(p, needs, device, plan)) return FA_OK;
+  if (plan_decode(p, needs, device, plan)) {
+    // Above 256 columns of 8 bits every 16 rows read all keys again, from L2 at best.
+    constexpr int32_t kFewRowBlocks = 4;
+    ForwardPlan larger_tiles;
+    if (decode::is_latent(static_cast<int32_t>(p.head_dim)) ? plan.row_blocks > 1 && plan_mla(p, needs, device, larger_tiles)
+                                  : p.head_dim > 256 && plan.row_blocks > kFewRowBlocks && plan_sm90(p, needs, device, larger_tiles))
+      plan = larger_tiles;
+    return FA_OK;
+  }
   if (plan_mla(p, needs, device, plan)) return FA_OK;
   if (kv_8bit) return plan_sm90(p, needs, device, plan) ? FA_OK : plan_any_device(p, needs, device, plan, error);
   ForwardPlan sm90, extend;
@@ -360,7 +371,7 @@ std::string reason_of(const ForwardPlan &plan) {
     case Family::sm90:
       return reason + (plan.tma_out ? "; TMA stores out" : "; registers store out") + (plan.tma_out ? "" : out);
     case Family::decode:
-      return reason + (plan.tma_kv ? "; TMA loads K" : "") + out;
+      return reason + (plan.tma_kv ? "; TMA loads K and V" : "") + out;
     case Family::extend:
     case Family::mla:
       return reason + (plan.tma_kv ? "; TMA loads K and V" : "; cp.async gathers the rows of K and V") + out;

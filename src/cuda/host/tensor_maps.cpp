@@ -112,8 +112,8 @@ fa_status describe_kv(const Driver &driver, const char *name, const Problem &p, 
   return encode(driver, name, t.data, d, map, error);
 }
 
-fa_status describe_latent_bytes(const Driver &driver, const char *name, const Problem &p, const Operand &t, int64_t head_dim,
-                                int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error) {
+fa_status describe_wide_8bit(const Driver &driver, const char *name, const Problem &p, const Operand &t, int64_t head_dim,
+                             int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error) {
   constexpr int32_t kAtom = 64;
   const KvRows rows(p);
   const Description d{.type = map_type(t.dtype),

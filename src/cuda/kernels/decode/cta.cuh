@@ -24,14 +24,14 @@ struct Config {
   static constexpr bool k8BitKv = kFormat != Format::same;
   using Element = Element_;  // of the MMA operands; also of Q and out, except with 8-bit KV
   using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
-  static constexpr int kD = kD_;                         // head_dim, rounded up to the bucket
-  static constexpr bool kLatent = is_latent(kD);         // V is the first columns of K
-  static constexpr int kDv = value_columns(kD);          // columns of out
-  static constexpr int kWarpRows = kWarpRows_;           // rows per warp
-  static constexpr int kRowWarps = kRowWarps_;           // warps of a KV group with rows of their own
-  static constexpr int kColumnWarps = column_warps(kD);  // warps of a KV group that share rows
-  static constexpr int kKvGroups = kKvGroups_;           // groups of kRowWarps warps, each with KV tiles of its own
-  static constexpr int kKvTile = kKvTile_;               // keys of a group's KV tile
+  static constexpr int kD = kD_;                                    // head_dim, rounded up to the bucket
+  static constexpr bool kLatent = is_latent(kD);                    // V is the first columns of K
+  static constexpr int kDv = value_columns(kD);                     // columns of out
+  static constexpr int kWarpRows = kWarpRows_;                      // rows per warp
+  static constexpr int kRowWarps = kRowWarps_;                      // warps of a KV group with rows of their own
+  static constexpr int kColumnWarps = column_warps(kD, kWarpRows);  // warps of a KV group that share rows
+  static constexpr int kKvGroups = kKvGroups_;                      // groups of kRowWarps warps, each with KV tiles of its own
+  static constexpr int kKvTile = kKvTile_;                          // keys of a group's KV tile
   static constexpr int kStages = kStages_;
   static constexpr int kMinCtas = kMinCtas_;
   static constexpr int kCapability = kCapability_;
@@ -47,7 +47,8 @@ struct Config {
   static constexpr int kGroupThreads = kRowWarps * kColumnWarps * 32, kThreads = kKvGroups * kGroupThreads;
   static constexpr int kPitch = kD * static_cast<int>(sizeof(KvElement));
   static constexpr int kTileBytes = kKvTile * kPitch;  // of K or of V
-  using StorageOf = SharedStorageOf<kD, kRows, kKvGroups, kKvTile, kStages, static_cast<int>(sizeof(KvElement)), kClustered>;
+  using StorageOf =
+      SharedStorageOf<kD, kRows, kColumnWarps, kKvGroups, kKvTile, kStages, static_cast<int>(sizeof(KvElement)), kClustered>;
   using Storage = typename StorageOf::Type;    // all of the CTA's shared memory
   using CtaStorage = typename StorageOf::Cta;  // without the cluster's DSMEM buffer
   using Stage = typename StorageOf::Stage;

@@ -22,9 +22,9 @@
 #pragma once
 
 #include "cuda/kernels/decode/epilogue.cuh"
-#include "cuda/kernels/decode/latent_8bit.cuh"
 #include "cuda/kernels/decode/orientation_kq.cuh"
 #include "cuda/kernels/decode/orientation_qk.cuh"
+#include "cuda/kernels/decode/wide_8bit.cuh"
 
 namespace fa::cuda::decode {
 
@@ -36,11 +36,11 @@ constexpr bool kHasPdl = false;
 #endif
 
 template <class C>
-using Attention =
-    std::conditional_t<C::kLatent, Latent8Bit<C>, std::conditional_t<C::kWarpRows == 8, OrientationKq<C>, OrientationQk<C>>>;
+using Attention = std::conditional_t<(C::kColumnWarps > 1), Wide8Bit<C>,
+                                     std::conditional_t<C::kWarpRows == 8, OrientationKq<C>, OrientationQk<C>>>;
 
 template <class C>
-using ParamsOf = std::conditional_t<C::kLatent, LatentParams, Params>;
+using ParamsOf = std::conditional_t<(C::kColumnWarps > 1), WideParams, Params>;
 
 // Main loop over the KV steps of a work unit. `after_first_loads` is called once, when the first loads are in flight.
 template <class C, typename F>
@@ -99,7 +99,7 @@ __device__ __forceinline__ void decode_partitions(const Params &params, char *sh
       if (kHasPdl && iteration < 0 && partition < num_ctas() && cta.lengths_known()) cta.prefetch_kv();
       pdl_wait();
       const auto publish = [&] { epilogue.publish_split_tile(scheduler, partition, ends_partition); };
-      if constexpr (C::kLatent) {
+      if constexpr (C::kColumnWarps > 1) {
         attention.mainloop(publish);
       } else {
         mainloop(cta, attention, publish);

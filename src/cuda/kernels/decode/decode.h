@@ -56,10 +56,10 @@ struct Params {
   int32_t *counters;
 };
 
-// Of the kernels for latent caches of 8 bits (latent_8bit.cuh).
-struct LatentParams : Params {
+// Of the kernels for 8-bit KV of more than 256 columns (wide_8bit.cuh).
+struct WideParams : Params {
   bool tma_kv;
-  CUtensorMap k_map;  // where TMA loads K: boxes of kLatentBoxRows keys
+  CUtensorMap k_map, v_map;  // where TMA loads K and V: boxes of kWideBoxRows keys. Latent caches have no v_map
 };
 
 // Addresses for cudaLaunchKernel, null if this build leaves the kernels out. `shape` indexes kShapes.

@@ -22,14 +22,13 @@ constexpr int32_t kCombineColumns =
 
 struct Shape {
   const char *name;
-  int32_t head_dim;    // bucket of q and k
-  int32_t head_dim_v;  // bucket of v: the same, or its first columns of latent caches
-  int32_t warp_rows;   // rows per warp; 8 means the S^T = K Q^T orientation, for one token per sequence
-  int32_t row_warps;   // warps that share KV tiles, each with rows of its own
-  int32_t
-      kv_groups;    // groups of row_warps warps (for latent caches twice as many), each with KV tiles and a pipeline of its own
-  int32_t kv_tile;  // keys of a group's KV tile
-  int32_t stages;   // of a group's pipeline
+  int32_t head_dim;         // bucket of q and k
+  int32_t head_dim_v;       // bucket of v: the same, or its first columns of latent caches
+  int32_t warp_rows;        // rows per warp; 8 means the S^T = K Q^T orientation, for one token per sequence
+  int32_t row_warps;        // warps that share KV tiles, each with rows of its own
+  int32_t kv_groups;        // groups of row_warps x column_warps() warps, each with KV tiles and a pipeline of its own
+  int32_t kv_tile;          // keys of a group's KV tile
+  int32_t stages;           // of a group's pipeline
   int32_t max_ctas_per_sm;  // the most CTAs per SM, where shared memory allows
   int32_t capability;       // of the oldest devices whose shared memory and register allocation fit
   bool clustered;           // the CTAs of a cluster share the keys of a head (cluster.cuh)
@@ -38,8 +37,8 @@ struct Shape {
 
   constexpr int32_t rows() const { return warp_rows * row_warps; }
   constexpr int32_t kv_step() const { return kv_groups * kv_tile; }
-  constexpr int32_t threads() const { return row_warps * column_warps(head_dim) * kv_groups * 32; }
-  constexpr bool takes_one_token() const { return warp_rows == 8 || is_latent(head_dim); }
+  constexpr int32_t column_warps() const { return decode::column_warps(head_dim, warp_rows); }
+  constexpr int32_t threads() const { return row_warps * column_warps() * kv_groups * 32; }
   constexpr int32_t shared_bytes() const { return static_cast<int32_t>(storage_bytes); }
   // CTAs per SM where a CTA may have at most max_shared_bytes of shared memory.
   constexpr int32_t ctas_per_sm(int32_t max_shared_bytes) const {
@@ -71,21 +70,22 @@ struct Shape {
   X(d256_32, 256, 16, 2, 4, 16, 3, 1, 90, false)     \
   X(d512_16, 512, 8, 2, 2, 16, 3, 1, 90, false)
 
-#define FA_DECODE_SHAPE_OF(kv_bytes, name, head_dim, warp_rows, row_warps, kv_groups, kv_tile, stages, max_ctas, capability, \
-                           clustered)                                                                                        \
-  {#name,                                                                                                                    \
-   head_dim,                                                                                                                 \
-   value_columns(head_dim),                                                                                                  \
-   warp_rows,                                                                                                                \
-   row_warps,                                                                                                                \
-   kv_groups,                                                                                                                \
-   kv_tile,                                                                                                                  \
-   stages,                                                                                                                   \
-   max_ctas,                                                                                                                 \
-   capability,                                                                                                               \
-   clustered,                                                                                                                \
-   kv_bytes,                                                                                                                 \
-   sizeof(SharedStorageOf<head_dim, (warp_rows) * (row_warps), kv_groups, kv_tile, stages, kv_bytes, clustered>::Type)},
+#define FA_DECODE_SHAPE_OF(kv_bytes, name, head_dim, warp_rows, row_warps, kv_groups, kv_tile, stages, max_ctas, capability,  \
+                           clustered)                                                                                         \
+  {#name,                                                                                                                     \
+   head_dim,                                                                                                                  \
+   value_columns(head_dim),                                                                                                   \
+   warp_rows,                                                                                                                 \
+   row_warps,                                                                                                                 \
+   kv_groups,                                                                                                                 \
+   kv_tile,                                                                                                                   \
+   stages,                                                                                                                    \
+   max_ctas,                                                                                                                  \
+   capability,                                                                                                                \
+   clustered,                                                                                                                 \
+   kv_bytes,                                                                                                                  \
+   sizeof(SharedStorageOf<head_dim, (warp_rows) * (row_warps), column_warps(head_dim, warp_rows), kv_groups, kv_tile, stages, \
+                          kv_bytes, clustered>::Type)},
 #define FA_DECODE_SHAPE(...) FA_DECODE_SHAPE_OF(2, __VA_ARGS__)
 #define FA_DECODE_8BIT_SHAPE(...) FA_DECODE_SHAPE_OF(1, __VA_ARGS__)
 constexpr Shape kShapes[] = {FA_DECODE_TABLE(FA_DECODE_SHAPE) FA_DECODE_8BIT_TABLE(FA_DECODE_8BIT_SHAPE)};

@@ -1,13 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// Latent caches of 8 bits (MLA), up to 16 query heads and one token per sequence. V is the first columns of K, in the same memory.
+// 8-bit KV of more than 256 columns, for up to 16 rows: queries times the query heads of a KV head. In latent caches (MLA) V is the first columns
+// of K, in the same memory.
 //
-// The widening of bytes to fp16 takes most instructions here, so every byte is widened once for S and once for P V. The two warps of a
-// KV group have the same rows, and share a KV tile of kKvTile keys in two ways:
+// Out of 16 rows has too many columns for one warp. The two warps of a KV group have the same rows, and share a KV tile of kKvTile keys in two
+// ways, so that every byte is widened to fp16 by one of them:
 //
 //   S = Q K^T, P    warp w computes the w-th half of the keys
 //   out += P V      warp w computes the w-th half of the columns, for all keys. P of the other half comes through shared memory
 //
-// TMA loads the keys of a warp as one box. cp.async loads them to the same places where some are not seen or do not lie in one page.
+// TMA loads the keys of a warp as one box of K and one of V. cp.async loads them to the same places where some are not seen or do not lie in one
+// page.
 //
 //   for every tile:   load the next tile; wait for this one; S; P; exchange P; out += P V; release the stage
 //
@@ -27,24 +29,25 @@
 namespace fa::cuda::decode {
 
 template <class C>
-class Latent8Bit {
+class Wide8Bit {
  public:
   using KvElement = typename C::KvElement;
   static constexpr int kWarps = C::kColumnWarps, kKeys = C::kKvTile / kWarps, kColumns = C::kDv / kWarps;  // of a warp
-  static constexpr int kAtoms = C::kD / kLatentAtom, kAtomBytes = kKeys * kLatentAtom, kBoxBytes = kAtoms * kAtomBytes;
-  static_assert(kKeys == kLatentBoxRows && kWarps == 2 && kKeys == 16 && C::kStages == 2 && C::kWarpRows == 16 &&
+  static constexpr int kAtoms = C::kD / kWideAtom, kAtomBytes = kKeys * kWideAtom, kBoxBytes = kAtoms * kAtomBytes,
+                       kTileBytes = kWarps * kBoxBytes;
+  static_assert(kKeys == kWideBoxRows && kWarps == 2 && kKeys == 16 && C::kStages == 2 && C::kWarpRows == 16 &&
                 C::kRowWarps == 1);
 
   using Fragment = QkFragment<1, kKeys / 8>;  // of S
   using Scores = Accumulator<1, kKeys / 8>;
   using OutFragment = QkFragment<1, kColumns / 8>;
 
-  __device__ __forceinline__ explicit Latent8Bit(const Cta<C> &cta) : cta_(cta) {
+  __device__ __forceinline__ explicit Wide8Bit(const Cta<C> &cta) : cta_(cta) {
     if (threadIdx.x < C::kKvGroups * C::kStages) {
       const int group = static_cast<int>(threadIdx.x) / C::kStages, stage = static_cast<int>(threadIdx.x) % C::kStages;
-      mbarrier_init(barrier(offsetof(LatentExchange, full), group, stage), C::kGroupThreads);
-      mbarrier_init(barrier(offsetof(LatentExchange, empty), group, stage), C::kGroupThreads);
-      mbarrier_init(barrier(offsetof(LatentExchange, meeting), group, stage), C::kGroupThreads);
+      mbarrier_init(barrier(offsetof(WideExchange, full), group, stage), C::kGroupThreads);
+      mbarrier_init(barrier(offsetof(WideExchange, empty), group, stage), C::kGroupThreads);
+      mbarrier_init(barrier(offsetof(WideExchange, meeting), group, stage), C::kGroupThreads);
     }
     mbarrier_init_fence();
     __syncthreads();
@@ -138,10 +141,9 @@ class Latent8Bit {
 
   // Loads this warp's keys of the CTA's n-th tile as soon as both warps have read the tile that was in its stage. All lanes arrive at `full`.
   __device__ __forceinline__ void load_tile(const KvPlace &place, uint32_t n) {
-    const int stage = static_cast<int>(n % C::kStages), lane = opaque(cta_.lane_id);
-    const uint32_t to = smem_keys(stage, cta_.column_warp),
-                   full = barrier(offsetof(LatentExchange, full), cta_.kv_group, stage);
-    mbarrier_wait(barrier(offsetof(LatentExchange, empty), cta_.kv_group, stage), n / C::kStages % 2 ^ 1);
+    const int stage = static_cast<int>(n % C::kStages);
+    const uint32_t to = smem_keys(stage, cta_.column_warp), full = barrier(offsetof(WideExchange, full), cta_.kv_group, stage);
+    mbarrier_wait(barrier(offsetof(WideExchange, empty), cta_.kv_group, stage), n / C::kStages % 2 ^ 1);
     const uint32_t keys = __ballot_sync(~0u, place.row >= 0);
     if (params().tma_kv && keys == (1u << kKeys) - 1) {
       if (stored_stages_ >> stage & 1) fence_proxy_async();
@@ -153,32 +155,38 @@ class Latent8Bit {
         if (packed) row += static_cast<int>(offset_of(cta_.problem.k_lengths, cta_.work_unit.batch));
       }
       if (elect_one()) {
-        mbarrier_arrive_expect_tx(full, kBoxBytes);
-        tma_load_5d(to, &params().k_map, full, 0, row, /*atom=*/0, cta_.head(), outer,
-                    cta_.params.row_blocks == 1 ? kEvictFirst : kEvictNormal);
+        const uint64_t policy = cta_.params.row_blocks == 1 ? kEvictFirst : kEvictNormal;
+        mbarrier_arrive_expect_tx(full, C::kLatent ? kBoxBytes : 2 * kBoxBytes);
+        tma_load_5d(to, &params().k_map, full, 0, row, /*atom=*/0, cta_.head(), outer, policy);
+        if (!C::kLatent) tma_load_5d(to + kTileBytes, &params().v_map, full, 0, row, /*atom=*/0, cta_.head(), outer, policy);
       } else {
         mbarrier_arrive(full);
       }
     } else {
-      // Four lanes load a key, 64 bytes at a time.
       stored_stages_ |= 1 << stage;
-      const int vector = lane & 3;
-#pragma unroll 1
-      for (int first = 0; first < kKeys; first += 8) {
-        const int key = first + lane / 4, outer = __shfl_sync(~0u, place.outer, key), row = __shfl_sync(~0u, place.row, key);
-        const uint8_t *from =
-            cta_.k_ + outer * cta_.page_stride(cta_.problem.k) + max(row, 0) * cta_.problem.k.seq_stride + vector * 16;
-        const int columns = row >= 0 ? static_cast<int>(cta_.problem.head_dim) - vector * 16 : 0;
-        const uint32_t at = to + vector_offset(key, vector);
-#pragma unroll
-        for (int atom = 0; atom < kAtoms; ++atom)
-          cp_async_16(at + atom * kAtomBytes, from + atom * kLatentAtom, atom * kLatentAtom < columns ? 16 : 0);
-      }
+      gather(to, cta_.k_, cta_.problem.k, cta_.problem.head_dim, place);
+      if (!C::kLatent) gather(to + kTileBytes, cta_.v_, cta_.problem.v, cta_.problem.head_dim_v, place);
       cp_async_mbarrier_arrive(full);
     }
     __syncwarp();
     cta_.load_descales(stage, place, cta_.column_warp * kKeys, kKeys);
     cp_async_commit();
+  }
+
+  // Loads this warp's keys by cp.async. Four lanes load a key, 64 bytes at a time.
+  __device__ __forceinline__ void gather(uint32_t to, const KvElement *base, const Operand &t, int64_t head_dim,
+                                         const KvPlace &place) const {
+    const int lane = opaque(cta_.lane_id), vector = lane & 3;
+#pragma unroll 1
+    for (int first = 0; first < kKeys; first += 8) {
+      const int key = first + lane / 4, outer = __shfl_sync(~0u, place.outer, key), row = __shfl_sync(~0u, place.row, key);
+      const KvElement *from = base + outer * cta_.page_stride(t) + max(row, 0) * t.seq_stride + vector * 16;
+      const int columns = row >= 0 ? static_cast<int>(head_dim) - vector * 16 : 0;
+      const uint32_t at = to + vector_offset(key, vector);
+#pragma unroll
+      for (int atom = 0; atom < kAtoms; ++atom)
+        cp_async_16(at + atom * kAtomBytes, from + atom * kWideAtom, atom * kWideAtom < columns ? 16 : 0);
+    }
   }
 
   __device__ __forceinline__ void load_q_fragments() {
@@ -195,15 +203,18 @@ class Latent8Bit {
   // key0: the first key of this warp's half.
   __device__ __forceinline__ void process_tile(int key0) {
     const int stage = static_cast<int>(tiles_ % C::kStages);
-    mbarrier_wait(barrier(offsetof(LatentExchange, full), cta_.kv_group, stage), tiles_ / C::kStages % 2);
+    mbarrier_wait(barrier(offsetof(WideExchange, full), cta_.kv_group, stage), tiles_ / C::kStages % 2);
     cp_async_wait<1>();
     __syncwarp();  // and the descales of the other lanes
     Scores s;
     compute_qk(s, stage);
     score_mods(s, key0);
-    // All rows see the same keys. Keys outside are zeros in shared memory, so V needs no NaN-safe path.
-    if (key0 < cta_.warp_interior.begin || key0 + kKeys > cta_.warp_interior.end)
-      mask_rows<Fragment>(s, key0, cta_.lane_id, [&](int) { return cta_.keys; });
+    const bool masked = key0 < cta_.warp_interior.begin || key0 + kKeys > cta_.warp_interior.end;
+    if (masked) {
+      mask_rows<Fragment>(s, key0, cta_.lane_id, [&](int r) {
+        return keys_of_query(cta_.diagonal(), cta_.token_of(Fragment::query(opaque(cta_.lane_id), r)));
+      });
+    }
 
     const uint32_t v_descale = cta_.smem_v_descale(stage) + cta_.column_warp * kKeys * 4;
     const float sums[2] = {softmax_.sum[0], softmax_.sum[1]};
@@ -219,8 +230,16 @@ class Latent8Bit {
       make_p(s, p, v_descale);
       meet();
     }
-    accumulate_pv(p, v);
-    mbarrier_arrive(barrier(offsetof(LatentExchange, empty), cta_.kv_group, stage));
+    // NaN-safe path. Keys that no token sees are zeros in shared memory. A key that only some tokens see may hold NaN in V, and 0 times that is not 0.
+    const int tile0 = key0 - cta_.column_warp * kKeys;
+    const bool partly_seen =
+        cta_.tokens > 1 && (tile0 < cta_.warp_interior.begin || tile0 + C::kKvTile > cta_.warp_interior.end);
+    if (partly_seen && __any_sync(~0u, tile_has_nan<C::kFormat, kTileBytes>(smem_values(stage), cta_.lane_id))) {
+      accumulate_pv_nan_safe(p, stage);
+    } else {
+      accumulate_pv(p, v);
+    }
+    mbarrier_arrive(barrier(offsetof(WideExchange, empty), cta_.kv_group, stage));
   }
 
   // Each 32 columns of this warp's 16 keys are one ldmatrix. Even and odd steps of 16 columns accumulate separately: two dependent chains of
@@ -269,16 +288,17 @@ class Latent8Bit {
                                cta_.smem_k_descale(stage) + cta_.column_warp * kKeys * 4, lane);
   }
 
-  // Softcap and ALiBi. Rows beyond the last one are not stored. All rows belong to one token.
+  // Softcap and ALiBi. Rows beyond the last one are not stored.
   __device__ __forceinline__ void score_mods(Scores &s, int key0) const {
-    const int distance = cta_.seqlen_k - cta_.tokens - key0 - Fragment::first_key(opaque(cta_.lane_id));
+    const auto stored_row = [&](int r) { return min(Fragment::query(opaque(cta_.lane_id), r), cta_.rows - 1); };
     apply_score_mods<Fragment, kSoftcapAlibi>(
         s, cta_.problem, cta_.params.raw,
         [&](int r) {
-          const int row = min(Fragment::query(opaque(cta_.lane_id), r), cta_.rows - 1);
-          return load_head_terms(cta_.problem, cta_.params.raw.logit, cta_.work_unit.batch, cta_.head_of(row));
+          return load_head_terms(cta_.problem, cta_.params.raw.logit, cta_.work_unit.batch, cta_.head_of(stored_row(r)));
         },
-        [&](int) { return distance; });
+        [&](int r) {
+          return cta_.token_of(stored_row(r)) + cta_.seqlen_k - cta_.tokens - key0 - Fragment::first_key(opaque(cta_.lane_id));
+        });
   }
 
   // Whether P and out are relative to a reference of their own (softmax_8bit.cuh).
@@ -315,10 +335,10 @@ class Latent8Bit {
 #pragma unroll
     for (int n = 0; n < Fragment::kElements; ++n) element(x, n) = element(s, n);
     if (has_reference()) {
-      exponentiate_descaled<DescaleMode::per_key, false>(softmax_, x, exponent_scale(cta_.problem), reference_.u, v_descale,
-                                                         opaque(cta_.lane_id));
+      exponentiate_descaled<DescaleMode::per_key, true>(softmax_, x, exponent_scale(cta_.problem), reference_.u, v_descale,
+                                                        opaque(cta_.lane_id));
     } else {
-      exponentiate_descaled<DescaleMode::none, false>(softmax_, x, exponent_scale(cta_.problem), reference_.u, 0, cta_.lane_id);
+      exponentiate_descaled<DescaleMode::none, true>(softmax_, x, exponent_scale(cta_.problem), reference_.u, 0, cta_.lane_id);
     }
     convert_p<__half>(x, 0, p);
     st_shared_16(smem_p(cta_.column_warp), p[0], p[1], p[2], p[3]);
@@ -362,10 +382,10 @@ class Latent8Bit {
   struct PvLoads {
     static constexpr int kColumnLoads = kColumns / 32, kLoads = 2 * kColumnLoads, kAhead = 2;
 
-    __device__ __forceinline__ PvLoads(const Latent8Bit &a, int stage) {
+    __device__ __forceinline__ PvLoads(const Wide8Bit &a, int stage) {
       const int lane = opaque(a.cta_.lane_id), warp = a.cta_.column_warp;
-      const uint32_t values = warp * (kColumns / kLatentAtom) * kAtomBytes + vector_offset(lane & 15, lane >> 4);
-      own = a.smem_keys(stage, warp) + values, others = a.smem_keys(stage, warp ^ 1) + values;
+      const uint32_t values = warp * (kColumns / kWideAtom) * kAtomBytes + vector_offset(lane & 15, lane >> 4);
+      own = a.smem_values(stage) + warp * kBoxBytes + values, others = a.smem_values(stage) + (warp ^ 1) * kBoxBytes + values;
 #pragma unroll
       for (int n = 0; n < kAhead; ++n) load(n);
     }
@@ -392,15 +412,42 @@ class Latent8Bit {
     }
   }
 
+  // NaN-safe out += P V: skips masked elements of P, one key at a time.
+  __device__ __forceinline__ void accumulate_pv_nan_safe(const uint32_t (&p)[4], int stage) {
+    const int lane = opaque(cta_.lane_id);
+    const uint4 x = ld_shared_16(smem_p(cta_.column_warp ^ 1));
+    const uint32_t other_p[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll 1
+    for (int n = 0; n < C::kKvTile; ++n) {
+      const int warp = cta_.column_warp ^ n / kKeys, key = n % kKeys;  // this warp's keys first
+      uint32_t own_bits[2], other_bits[2];
+      p_of_key(p, key, own_bits, lane);
+      p_of_key(other_p, key, other_bits, lane);
+      const uint32_t bits[2] = {n < kKeys ? own_bits[0] : other_bits[0], n < kKeys ? own_bits[1] : other_bits[1]};
+      const uint32_t values = smem_values(stage) + warp * kBoxBytes + cta_.column_warp * (kColumns / kWideAtom) * kAtomBytes;
+#pragma unroll
+      for (int c = 0; c < kColumns / 16; ++c) {
+        const HalfPairs v =
+            widen_even_odd<C::kFormat>(ld_shared_4(values + c / 4 * kAtomBytes + vector_offset(key, c % 4) + (lane & 3) * 4));
+        add_pair_nan_safe<__half>(out_[0][2 * c], bits, v.first);
+        add_pair_nan_safe<__half>(out_[0][2 * c + 1], bits, v.second);
+      }
+    }
+  }
+
   // ------------------------------------------------------------------------------------------------------------------
   // Shared memory
   // ------------------------------------------------------------------------------------------------------------------
 
   // The keys of warp `warp`.
   __device__ __forceinline__ uint32_t smem_keys(int stage, int warp) const { return cta_.smem_k(stage) + warp * kBoxBytes; }
+  // V of both warps' keys.
+  __device__ __forceinline__ uint32_t smem_values(int stage) const {
+    return cta_.smem_k(stage) + (C::kLatent ? 0 : kTileBytes);
+  }
   // 16 bytes of a key, in the box's first atom.
   static __device__ __forceinline__ uint32_t vector_offset(int key, int vector) {
-    return key * kLatentAtom + ((vector ^ (key >> 1 & 3)) << 4);
+    return key * kWideAtom + ((vector ^ (key >> 1 & 3)) << 4);
   }
   // The same n times 32 columns later. `address`: of the first or the second vector of an atom.
   static __device__ __forceinline__ uint32_t column_step(uint32_t address, int n) {
@@ -408,26 +455,25 @@ class Latent8Bit {
   }
   __device__ __forceinline__ uint32_t exchange(int group) const {
     return cta_.smem + static_cast<uint32_t>(offsetof(typename C::CtaStorage, exchange)) +
-           group * static_cast<int>(sizeof(LatentExchange));
+           group * static_cast<int>(sizeof(WideExchange));
   }
   __device__ __forceinline__ uint32_t barrier(size_t offset, int group, int stage) const {
     return exchange(group) + static_cast<uint32_t>(offset) + stage * 8;
   }
   // This lane's part of P of warp `warp`. Neighbouring tiles alternate: while one warp writes, the other may still read those of the tile before.
   __device__ __forceinline__ uint32_t smem_p(int warp) const {
-    return exchange(cta_.kv_group) + static_cast<uint32_t>(offsetof(LatentExchange, p)) + (tiles_ % 2 * kWarps + warp) * 512 +
+    return exchange(cta_.kv_group) + static_cast<uint32_t>(offsetof(WideExchange, p)) + (tiles_ % 2 * kWarps + warp) * 512 +
            cta_.lane_id * 16;
   }
   __device__ __forceinline__ uint32_t top(int warp, int row) const {
-    return exchange(cta_.kv_group) + static_cast<uint32_t>(offsetof(LatentExchange, top)) + (warp * C::kRows + row) * 8;
+    return exchange(cta_.kv_group) + static_cast<uint32_t>(offsetof(WideExchange, top)) + (warp * C::kRows + row) * 8;
   }
   __device__ __forceinline__ uint32_t exceeds_flag(int warp) const {
-    return exchange(cta_.kv_group) + static_cast<uint32_t>(offsetof(LatentExchange, exceeds)) +
-           (tiles_ % 2 * kWarps + warp) * 4;
+    return exchange(cta_.kv_group) + static_cast<uint32_t>(offsetof(WideExchange, exceeds)) + (tiles_ % 2 * kWarps + warp) * 4;
   }
   // Waits for the other warp of the group. An mbarrier, since compute-sanitizer does not follow named barriers at several places.
   __device__ __forceinline__ void meet() {
-    const uint32_t meeting = barrier(offsetof(LatentExchange, meeting), cta_.kv_group, 0);
+    const uint32_t meeting = barrier(offsetof(WideExchange, meeting), cta_.kv_group, 0);
     mbarrier_arrive(meeting);
     mbarrier_wait(meeting, meetings_++ & 1);
   }
@@ -437,7 +483,7 @@ class Latent8Bit {
   static constexpr float kThreshold = 8.f;
   static constexpr int kHeldQSteps = 10;  // steps of 16 columns of Q in registers; the others are loaded for each tile
 
-  __device__ __forceinline__ const LatentParams &params() const { return static_cast<const LatentParams &>(cta_.params); }
+  __device__ __forceinline__ const WideParams &params() const { return static_cast<const WideParams &>(cta_.params); }
 
   const Cta<C> &cta_;
   uint32_t stored_stages_ = 0;         // a bit for each stage whose keys were not loaded by TMA
