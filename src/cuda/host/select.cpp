@@ -179,8 +179,9 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
     // Above 256 columns of 8 bits every 16 rows read all keys again, from L2 at best.
     constexpr int32_t kFewRowBlocks = 4;
     ForwardPlan larger_tiles;
-    if (decode::is_latent(static_cast<int32_t>(p.head_dim)) ? plan.row_blocks > 1 && plan_mla(p, needs, device, larger_tiles)
-                                  : p.head_dim > 256 && plan.row_blocks > kFewRowBlocks && plan_sm90(p, needs, device, larger_tiles))
+    const bool latent = decode::is_latent(static_cast<int32_t>(p.head_dim)),
+               many_blocks = latent ? plan.row_blocks > 1 : p.head_dim > 256 && plan.row_blocks > kFewRowBlocks;
+    if (many_blocks && (latent ? plan_mla(p, needs, device, larger_tiles) : plan_sm90(p, needs, device, larger_tiles)))
       plan = larger_tiles;
     return FA_OK;
   }
