@@ -22,7 +22,6 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
         describe_kv(memory.driver, "v", p, p.v, p.head_dim_v, shape.box_columns(), kBoxRows, params.v_map, error));
   }
   const decode::Kernels instance = kernels(plan.shape, p.q.dtype, p.k.dtype);
-  // Kernels for clusters take decode::Params, the first part of the others' parameters.
   launches.add("extend kernel",
                {instance.attention, shape.threads(), shape.shared_bytes(), plan.blocks, /*pdl=*/true, plan.cluster}, &params);
   launches.add("combine kernel", {instance.combine, decode::kCombineThreads, 0, plan.combine_ctas, /*pdl=*/true},

@@ -47,6 +47,9 @@ bool plan_clusters(const ForwardProblem &p, const Needs &needs, const Device &de
     plan.cluster = cluster;
     plan.blocks = p.batch * p.heads_k * cluster;
     plan.num_splits = cluster;
+    // Unlike cp.async, TMA takes no time of the producer warps: a CTA that has an SM for itself reads more than these issue.
+    plan.tma_kv = is_kv_tma_compatible(p, p.k, p.head_dim, extend::kBoxRows) &&
+                  is_kv_tma_compatible(p, p.v, p.head_dim_v, extend::kBoxRows);
     plan.reason = "extend kernel for FA_FLAG_SAME_BITS: a cluster of CTAs for each KV head shares its segments of 1024 keys";
     return true;
   }

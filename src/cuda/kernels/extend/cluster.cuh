@@ -16,7 +16,7 @@
 //   fold   at the end of a round each CTA sends out of its segment, cut into column blocks, to the CTAs that own these, with maximum and row sum of
 //          each row. A CTA folds the segments of a round for the columns that it owns, one round behind, and stores them in the end
 //
-// Four producer warps load K and V by cp.async, one stage of keys after the other; eight consumer warps do the rest. All of them are in lockstep
+// Four producer warps load K and V, one stage of keys after the other; eight consumer warps do the rest. All of them are in lockstep
 // within a segment, which costs nothing while loads run ahead: the pipeline holds what memory delivers in 4 us.
 #pragma once
 
@@ -29,7 +29,7 @@ namespace fa::cuda::extend {
 
 // Every CTA waits for the previous launch, so that a dependent launch that waits for this one has waited for both.
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) extend_clustered(const __grid_constant__ decode::Params params) {
+__global__ void __launch_bounds__(C::kThreads, 1) extend_clustered(const __grid_constant__ Params params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char shared[];
   pdl_launch_dependents();
@@ -44,20 +44,27 @@ __global__ void __launch_bounds__(C::kThreads, 1) extend_clustered(const __grid_
     }
     mbarrier_init_fence();
   }
-  __syncthreads();
   cluster_arrive_relaxed();
-  if (!decode::lengths_known<C>(cta.problem)) pdl_wait();
+  const bool lengths_known = decode::lengths_known<C>(cta.problem);
+  if (!lengths_known) pdl_wait();
   cta.find_work();
-  // Consumer warps wait for the registers of the producer warps.
+  // Consumer warps wait for the registers of the producer warps, which prefetch before all warps wait for the mbarriers.
+  constexpr int kMbarriersReady = 2;
   if (cta.warp >= C::kConsumerWarps) {
     setmaxnreg_dealloc<C::kProducerRegisters>();
-    const ClusterProducer<C> producer(cta);
-    if (decode::lengths_known<C>(cta.problem)) producer.prefetch_keys();
+    if (params.tma_kv && threadIdx.x == C::kConsumerThreads) {
+      tma_prefetch_descriptor(&params.k_map);
+      tma_prefetch_descriptor(&params.v_map);
+    }
+    ClusterProducer<C> producer(cta);
+    if (lengths_known) producer.prefetch_keys();
+    named_barrier(kMbarriersReady, C::kThreads);
     pdl_wait();
     producer.load_segments();
     cluster_wait();
   } else {
     setmaxnreg_alloc<C::kConsumerRegisters>();
+    named_barrier(kMbarriersReady, C::kThreads);
     pdl_wait();
     ClusterConsumer<C>(cta).run();
   }

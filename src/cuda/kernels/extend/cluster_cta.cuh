@@ -41,7 +41,7 @@ class ClusterCta {
   using Fragment = QkFragment<1, C::kKvTile / 8>;  // of S of a tile, a consumer warp's
   static constexpr int kQSteps = C::kD / 16, kPSteps = C::kKvTile / 16;
 
-  __device__ __forceinline__ ClusterCta(const decode::Params &params, char *shared)
+  __device__ __forceinline__ ClusterCta(const Params &params, char *shared)
       : params(params),
         problem(params.problem),
         smem(smem_address(shared)),
@@ -136,7 +136,7 @@ class ClusterCta {
     return (vector >> 3) * C::kAtomBytes + line * 128 + (((n ^ line) & 7) << 4);
   }
 
-  const decode::Params &params;
+  const Params &params;
   const Problem &problem;
   const uint32_t smem;
   const int lane, warp;

@@ -50,7 +50,7 @@ class ClusterFold {
     const int buffer = round & 1, count = min(cta_.segments - (round << cta_.teams_log2), 1 << cta_.teams_log2);
     mbarrier_wait(cta_.fold_full(buffer), round >> 1 & 1);
     if (own_row() < cta_.rows) {
-#pragma unroll 4
+#pragma unroll 1
       for (int n = 0; n < count; ++n) {
         const float2 stats = ld_shared_float2(cta_.dsmem_stats(buffer, n, own_row()));
         const float4 x = decode::ld_shared_float4(cta_.dsmem_out(buffer, n, own_row(), 4 * own_vector()));
@@ -71,9 +71,7 @@ class ClusterFold {
     if (cta_.rank == 0)
       store_zero_rows(Rows{*this}, cta_.problem, cta_.rows + cta_.warp, cta_.end_row, C::kConsumerWarps, cta_.lane);
     if (own_row() >= cta_.rows) return;
-    const RowResult result =
-        finalize_row(total_stats_.x, total_stats_.y,
-                     sink_of(cta_.problem, cta_.head * static_cast<int>(cta_.params.group.value) + own_row()));
+    const RowResult result = finalize_row(total_stats_.x, total_stats_.y, sink_of(cta_.problem, head_of(own_row())));
     const int column = (cta_.rank << cta_.own_columns_log2()) + 4 * own_vector();
     if (column == 0 && cta_.problem.lse.data != nullptr) *lse_at(own_row()) = result.lse;
     const auto scaled = [&](float x) { return scaled_out<true>(x, result.factor); };
@@ -95,16 +93,14 @@ class ClusterFold {
   __device__ __forceinline__ int own_vector() const {
     return static_cast<int>(threadIdx.x) & ((1 << cta_.own_vectors_log2()) - 1);
   }
+  // A row is a head of the only token.
+  __device__ __forceinline__ int head_of(int row) const { return cta_.head * static_cast<int>(cta_.params.group.value) + row; }
   __device__ __forceinline__ Element *out_at(int row) const {
-    const int token = cta_.params.group.quotient(row), head = cta_.params.group.remainder(row);
-    return row_of_tensor<Element>(cta_.problem.out, cta_.batch, cta_.q_start + token,
-                                  cta_.head * static_cast<int>(cta_.params.group.value) + head);
+    return row_of_tensor<Element>(cta_.problem.out, cta_.batch, cta_.q_start, head_of(row));
   }
   __device__ __forceinline__ float *lse_at(int row) const {  // null if it is not asked for
     if (cta_.problem.lse.data == nullptr) return nullptr;
-    const int token = cta_.params.group.quotient(row), head = cta_.params.group.remainder(row);
-    return row_of_tensor(cta_.problem.lse, cta_.batch, cta_.q_start + token,
-                         cta_.head * static_cast<int>(cta_.params.group.value) + head);
+    return row_of_tensor(cta_.problem.lse, cta_.batch, cta_.q_start, head_of(row));
   }
   struct Rows {
     const ClusterFold &fold;

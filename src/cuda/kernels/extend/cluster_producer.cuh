@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The producer warps of the kernels for clusters. They load K and V by cp.async, one stage of keys after the other.
+// The producer warps of the kernels for clusters. They load K and V, one stage of keys after the other: whole tiles by TMA where the host has described K and V for
+// it; some columns of V, edges and other layouts by cp.async.
 #pragma once
 
 #include "cuda/common/pipeline.cuh"
+#include "cuda/common/tma.cuh"
 #include "cuda/kernels/extend/cluster_cta.cuh"
 
 namespace fa::cuda::extend {
@@ -16,7 +18,8 @@ class ClusterProducer {
 
   __device__ __forceinline__ explicit ClusterProducer(const Cta &cta) : cta_(cta) {}
 
-  // Prefetches these and the first keys while the previous launch may still write them: a page number read here is used for the prefetch only.
+  // Prefetches the page numbers of the first segment and its first keys while the previous launch may still write them: a page number read here is used for the
+  // prefetch only.
   __device__ __forceinline__ void prefetch_keys() const {
     if (cta_.team >= cta_.segments) return;
     const int segment_key = cta_.segment_key_of(0),
@@ -35,24 +38,17 @@ class ClusterProducer {
       if (n < cta_.problem.head_dim) asm volatile("prefetch.global.L2 [%0];\n" ::"l"(row + n));
   }
 
-  __device__ __forceinline__ void load_segments() const {
+  __device__ __forceinline__ void load_segments() {
     PipelineState<C::kStages> pipe;
 #pragma unroll 1
     for (int round = 0; cta_.segment_of(round) < cta_.segments; ++round) {
       const int segment_key = cta_.segment_key_of(round);
       if (cta_.segment_of(round + 1) < cta_.segments) prefetch_pages(cta_.segment_key_of(round + 1));
-      // Of each tile the page of this lane's key, -1 where the token does not see the key.
-      int pages[C::kSegmentTiles];
-#pragma unroll
-      for (int tile = 0; tile < C::kSegmentTiles; ++tile) {
-        const int key = first_key(segment_key, tile) + cta_.lane;
-        pages[tile] = exists(key) ? locator().page_of(cta_.batch, key) : -1;
-      }
+      load_pages(segment_key);
 #pragma unroll 1
       for (int n = 0; n < 2 << cta_.stages_each_log2(); ++n) {
         mbarrier_wait(cta_.empty(pipe.stage()), pipe.phase() ^ 1);
-        load_stage(stage_at(segment_key, n), pages, cta_.stage(pipe.stage()));
-        cp_async_mbarrier_arrive(cta_.full(pipe.stage()));
+        load_stage(stage_at(segment_key, n), cta_.stage(pipe.stage()), cta_.full(pipe.stage()));
         pipe.advance();
       }
     }
@@ -80,11 +76,34 @@ class ClusterProducer {
            cta_.params.page_size.quotient(key) * cta_.problem.page_table_page_stride;
   }
 
-  // Of a tile; an index would put the pages into local memory.
-  static __device__ __forceinline__ int page_of_tile(const int (&pages)[C::kSegmentTiles], int tile) {
-    int page = pages[0];
+  // Whether each kRun keys from a multiple of kRun on lie in one page.
+  __device__ __forceinline__ bool whole_runs() const { return locator().template whole_runs<kRun>(); }
+  // The pages of a segment. With whole runs lane n has the page of the warp's n-th run, of which each tile has two. Then that is one load; a launch runs this once, and
+  // waits for its instructions. Else each lane has the pages of its keys, one of each tile.
+  __device__ __forceinline__ void load_pages(int segment_key) {
+    if (!locator().paged()) return;
+    if (whole_runs()) {
+      const int run = min(cta_.lane, 2 * C::kSegmentTiles - 1), key = first_key(segment_key, run / 2) + run % 2 * kRun;
+      const int begin = cta_.keys.begin / kRun * kRun;
+      run_page_ = key >= begin && key < cta_.keys.end ? locator().page_of(cta_.batch, key) : 0;
+    } else {
 #pragma unroll
-    for (int n = 1; n < C::kSegmentTiles; ++n) page = tile == n ? pages[n] : page;
+      for (int tile = 0; tile < C::kSegmentTiles; ++tile) {
+        const int key = first_key(segment_key, tile) + cta_.lane;
+        pages_[tile] = exists(key) ? locator().page_of(cta_.batch, key) : 0;
+      }
+    }
+  }
+  // The page of this lane's key of a tile, or, with whole runs, of the run in which it lies. All lanes call it.
+  __device__ __forceinline__ int page_of_run(int tile) const {
+    return locator().paged() ? __shfl_sync(~0u, run_page_, 2 * tile + cta_.lane / kRun) : 0;
+  }
+  __device__ __forceinline__ int page_of_tile(int tile) const {
+    if (!locator().paged()) return 0;
+    if (whole_runs()) return page_of_run(tile);
+    int page = pages_[0];  // an index would put the pages into local memory
+#pragma unroll
+    for (int n = 1; n < C::kSegmentTiles; ++n) page = tile == n ? pages_[n] : page;
     return page;
   }
 
@@ -95,23 +114,27 @@ class ClusterProducer {
       asm volatile("prefetch.global.L2 [%0];\n" ::"l"(page_entry(key)));
   }
 
-  using Pages = const int (&)[C::kSegmentTiles];
   // Keys that no row sees, and columns behind head_dim, become zeros.
-  __device__ __forceinline__ void load_stage(const Stage &s, Pages pages, uint32_t to) const {
+  __device__ __forceinline__ void load_stage(const Stage &s, uint32_t to, uint32_t full) const {
     const int begin = s.segment_key + s.first_tile * C::kKvTile;
-    const bool whole_runs =
-        begin >= cta_.keys.begin && begin + s.tiles * C::kKvTile <= cta_.keys.end && locator().template whole_runs<kRun>();
-    if (!whole_runs) {
-      load_rows(s, pages, to);
-    } else if (s.tiles == 1) {
-      load_runs<C::kRowVectorsLog2>(s, pages, to);
-    } else if (s.tiles == 2) {
-      load_runs<C::kRowVectorsLog2 - 1>(s, pages, to);
-    } else if (C::kMaxTeamLog2 < 3 || s.tiles == 4) {
-      load_runs<C::kRowVectorsLog2 - 2>(s, pages, to);
-    } else {
-      load_runs<C::kRowVectorsLog2 - C::kMaxTeamLog2>(s, pages, to);
+    const bool runs = begin >= cta_.keys.begin && begin + s.tiles * C::kKvTile <= cta_.keys.end && whole_runs();
+    if (runs && s.tiles == 1 && cta_.params.tma_kv) {
+      load_boxes(s, to, full);
+      mbarrier_arrive(full);
+      return;
     }
+    if (!runs) {
+      load_rows(s, to);
+    } else if (s.tiles == 1) {
+      load_runs<C::kRowVectorsLog2>(s, to);
+    } else if (s.tiles == 2) {
+      load_runs<C::kRowVectorsLog2 - 1>(s, to);
+    } else if (C::kMaxTeamLog2 < 3 || s.tiles == 4) {
+      load_runs<C::kRowVectorsLog2 - 2>(s, to);
+    } else {
+      load_runs<C::kRowVectorsLog2 - C::kMaxTeamLog2>(s, to);
+    }
+    cp_async_mbarrier_arrive(full);
   }
   __device__ __forceinline__ const Operand &operand_of(const Stage &s) const {
     return s.is_v ? cta_.problem.v : cta_.problem.k;
@@ -128,21 +151,35 @@ class ClusterProducer {
     return place.outer * from.batch_stride + place.row * from.seq_stride;
   }
 
-  // All keys exist, and each kRun of them lie in one page.
+  // By TMA. All keys exist, and each kRun of them lie in one page. A lane has 64 columns of a run.
+  __device__ __forceinline__ void load_boxes(const Stage &s, uint32_t to, uint32_t full) const {
+    constexpr int kAtoms = C::kD / 64;
+    const int atom = cta_.lane % kRun, run = cta_.lane / kRun, first = producer() * 32 + run * kRun,
+              page = page_of_run(s.first_tile);
+    if (cta_.lane == 0) mbarrier_expect_tx(full, 32 * C::kD * static_cast<int>(sizeof(Element)));
+    __syncwarp();
+    if (atom < kAtoms) {
+      const KvPlace place = locator().place(page, cta_.batch, cta_.k_start, s.segment_key + s.first_tile * C::kKvTile + first);
+      tma_load_5d(to + atom * C::kAtomBytes + first * 128, s.is_v ? &cta_.params.v_map : &cta_.params.k_map, full, 0, place.row,
+                  atom, cta_.head, place.outer, kEvictFirst);
+    }
+  }
+  // By cp.async.
   template <int kVectorsLog2>
-  __device__ __forceinline__ void load_runs(const Stage &s, Pages pages, uint32_t to) const {
+  __device__ __forceinline__ void load_runs(const Stage &s, uint32_t to) const {
     constexpr int kTiles = 1 << (C::kRowVectorsLog2 - kVectorsLog2), kRowsAtOnce = 32 >> kVectorsLog2,
                   kRowLog2 = kVectorsLog2 < 3 ? kVectorsLog2 : 3;
     const int vector = cta_.lane & ((1 << kVectorsLog2) - 1), row0 = cta_.lane >> kVectorsLog2;
-    const int64_t stride = operand_of(s).seq_stride;
+    const Operand &from = operand_of(s);
+    const int64_t stride = from.seq_stride;
     bool has_column;
     const Element *base = columns_of(s, vector, kVectorsLog2, has_column) + row0 * stride;
     to += Cta::in_stage(producer() * 32 + row0, vector, kRowLog2);
 #pragma unroll
     for (int t = 0; t < kTiles; ++t) {
       const int tile = s.first_tile + t;
-      const int64_t offset =
-          offset_of_key(operand_of(s), page_of_tile(pages, tile), first_key(s.segment_key, tile) + cta_.lane);
+      // Of this lane's run.
+      const int64_t offset = offset_of_key(from, page_of_run(tile), first_key(s.segment_key, tile) + cta_.lane / kRun * kRun);
 #pragma unroll
       for (int run = 0; run < 32; run += kRun) {
         const Element *row = base + __shfl_sync(~0u, offset, run);
@@ -155,20 +192,20 @@ class ClusterProducer {
       }
     }
   }
-  __device__ __forceinline__ void load_rows(const Stage &s, Pages pages, uint32_t to) const {
+  __device__ __forceinline__ void load_rows(const Stage &s, uint32_t to) const {
     const int vectors_log2 = C::kRowVectorsLog2 - (s.is_v ? cta_.team_log2 : 0), vectors = 1 << vectors_log2;
     const int vector = cta_.lane & (vectors - 1), row0 = cta_.lane >> vectors_log2;
     bool has_column;
     const Element *base = columns_of(s, vector, vectors_log2, has_column);
 #pragma unroll 1
     for (int t = 0; t < s.tiles; ++t) {
-      const int tile = s.first_tile + t, page = page_of_tile(pages, tile);
-      const int64_t offset = page >= 0 ? offset_of_key(operand_of(s), page, first_key(s.segment_key, tile) + cta_.lane) : 0;
+      const int tile = s.first_tile + t, key = first_key(s.segment_key, tile) + cta_.lane, page = page_of_tile(tile);
+      const int64_t offset = exists(key) ? offset_of_key(operand_of(s), page, key) : 0;
 #pragma unroll 1
       for (int i = 0; i < vectors; ++i) {
         const int row = (i << (5 - vectors_log2)) + row0;
         const int64_t row_offset = __shfl_sync(~0u, offset, row);
-        const bool row_exists = __shfl_sync(~0u, page >= 0, row);
+        const bool row_exists = __shfl_sync(~0u, exists(key), row);
         cp_async_16(to + Cta::in_stage(t * C::kKvTile + producer() * 32 + row, vector, min(vectors_log2, 3)), base + row_offset,
                     row_exists && has_column ? 16 : 0);
       }
@@ -176,6 +213,7 @@ class ClusterProducer {
   }
 
   const Cta &cta_;
+  int run_page_ = 0, pages_[C::kSegmentTiles];  // load_pages()
 };
 
 }  // namespace fa::cuda::extend
