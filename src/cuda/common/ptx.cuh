@@ -60,6 +60,9 @@ __device__ __forceinline__ void st_shared_16(uint32_t dst, uint32_t a, uint32_t 
 __device__ __forceinline__ void st_shared_4(uint32_t dst, uint32_t a) {
   asm volatile("st.shared.b32 [%0], %1;\n" ::"r"(dst), "r"(a) : "memory");
 }
+__device__ __forceinline__ void st_shared_1(uint32_t dst, uint32_t a) {
+  asm volatile("st.shared.b8 [%0], %1;\n" ::"r"(dst), "r"(a) : "memory");
+}
 __device__ __forceinline__ uint4 ld_shared_16(uint32_t src) {
   uint4 v;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(src) : "memory");

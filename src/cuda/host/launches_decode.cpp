@@ -13,7 +13,7 @@ fa_status set_wide_params(const ForwardProblem &p, const ForwardPlan &plan, cons
   params.tma_kv = plan.tma_kv;
   if (!plan.tma_kv) return FA_OK;
   const auto describe = [&](const char *name, const Operand &t, int64_t head_dim, int32_t columns, CUtensorMap &map) {
-    return describe_wide_8bit(driver, name, p, t, head_dim, columns, kWideBoxRows, map, error);
+    return describe_wide_8bit(driver, name, p, t, head_dim, columns, kWideBoxRows, /*swizzled=*/true, map, error);
   };
   const Shape &shape = kShapes[plan.shape];
   FA_RETURN_IF_ERROR(describe("k", p.k, p.head_dim, shape.head_dim, params.k_map));

@@ -18,7 +18,11 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.totals = reinterpret_cast<float4 *>(static_cast<char *>(memory.workspace) + plan.totals_offset);
   params.tma_kv = plan.tma_kv;
   if (plan.tma_kv) {
-    FA_RETURN_IF_ERROR(describe_kv(memory.driver, "k", p, p.k, p.head_dim, shape.head_dim, kBoxRows, params.k_map, error));
+    FA_RETURN_IF_ERROR(
+        is_quantised(p.k.dtype)
+            ? describe_wide_8bit(memory.driver, "k", p, p.k, p.head_dim, shape.head_dim, kBoxRows,
+                                 /*swizzled=*/false, params.k_map, error)
+            : describe_kv(memory.driver, "k", p, p.k, p.head_dim, shape.head_dim, kBoxRows, params.k_map, error));
   }
   const decode::Kernels instance = kernels(plan.shape, p.q.dtype, p.k.dtype);
   launches.add("MLA kernel",

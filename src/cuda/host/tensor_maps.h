@@ -26,10 +26,11 @@ fa_status describe_rows(const Driver &driver, const char *name, const Operand &t
 fa_status describe_kv(const Driver &driver, const char *name, const Problem &problem, const Operand &tensor, int64_t head_dim,
                       int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error);
 
-// 8-bit K or V as (batch or pages, heads, swizzle atoms of 64 columns, rows, 64), with the 64-byte swizzle, in boxes of `box_rows` rows
-// of one head and `box_columns` columns. head_dim is a multiple of 64.
+// 8-bit K or V as (batch or pages, heads, atoms of 64 columns, rows, 64), with the 64-byte swizzle or none, in boxes of `box_rows` rows of one
+// head and `box_columns` columns. head_dim is a multiple of 64.
 fa_status describe_wide_8bit(const Driver &driver, const char *name, const Problem &problem, const Operand &tensor,
-                             int64_t head_dim, int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error);
+                             int64_t head_dim, int32_t box_columns, int32_t box_rows, bool swizzled, CUtensorMap &map,
+                             ErrorText &error);
 
 // Query rows of several heads, (batch, seqlen, heads, head_dim) in boxes of `box_rows` rows of `box_heads` heads and one swizzle atom.
 fa_status describe_head_rows(const Driver &driver, const char *name, const Operand &tensor, const Lengths &lengths,

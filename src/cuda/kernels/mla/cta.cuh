@@ -54,16 +54,20 @@ struct Config {
   // A K tile consists of groups of eight rows, [row / 8][atom of 64 columns][8][64], so that a single TMA load brings any eight consecutive
   // rows of a page.
   static constexpr int kAtoms = kD / 64, kAtomBytes = 8 * 128, kRowGroupBytes = kAtoms * kAtomBytes;
+  // Lists of 8-bit keys: atoms that the softmax warpgroup multiplies while the others are widened.
+  static constexpr int kEarlyAtoms = kLists && k8BitKv ? 5 : kAtoms;
   static constexpr int kTileBytes = kKeys / 8 * kRowGroupBytes, kHalfBytes = kTileBytes / 2;
   static constexpr int kQAtomBytes = kRows * 128, kQBytes = (kAtoms - kQRegisterAtoms) * kQAtomBytes;
   static constexpr int kPBytes = kRows * kKeys * 2;
   static constexpr int kPartialBytes = kRows * kDv * 4;
-  static constexpr int kSharedBytes = sizeof(Storage) + (kSameBits ? sizeof(SegmentStorage) : 0);
+  static constexpr int kSharedBytes =
+      sizeof(Storage) + (kSameBits ? sizeof(SegmentStorage) : 0) + (k8BitKv ? sizeof(ByteStorage) : 0);
   static_assert(kPartialBytes / 2 <= kTileBytes, "the DSMEM buffer is one stage of K");
   static_assert(!kSameBits || (!kPairs && !kLists && alignof(Storage) >= alignof(SegmentStorage)));
   // 8-bit V is descaled before the combine kernel adds partials, but after segments are folded.
   static_assert(!kUsesCombineKernel || (!kPairs && !kLists && !(kSameBits && k8BitKv)));
-  static_assert(kKeys == 64 && kStages == 2 && kProducerWarps == 2 * kStages, "one producer warp for each half of a stage");
+  static_assert(kKeys == 64 && kStages == 2 && kProducerWarps == 2 * kStages,
+                "one producer warp for each half of a stage, or for 16 keys");
 };
 
 // The same for the combine kernel (decode/combine.cuh), which knows partials alone and treats a CTA's rows as those of one warp.
@@ -137,6 +141,14 @@ class Cta {
   }
   __device__ __forceinline__ uint32_t shared_action(int warp) const {
     return shared_ + sizeof(Storage) + offsetof(SegmentStorage, actions) + warp * 4;
+  }
+  // ByteStorage.
+  __device__ __forceinline__ uint32_t byte_storage() const { return shared_ + C::kSharedBytes - sizeof(ByteStorage); }
+  __device__ __forceinline__ uint32_t bytes_full(int warp, int group) const {
+    return byte_storage() + offsetof(ByteStorage, bytes_full) + (warp * 2 + group) * 8;
+  }
+  __device__ __forceinline__ uint32_t early_full(int stage) const {
+    return byte_storage() + offsetof(ByteStorage, early_full) + stage * 8;
   }
   // Where the segment of a K tile ends in a work unit, and its number in the sequence.
   static constexpr int kSegmentTiles = kLatentSegmentKeys / C::kKeys;

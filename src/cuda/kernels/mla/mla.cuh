@@ -6,8 +6,8 @@
 //
 // A CTA owns 64 rows (query tokens x heads) of one KV head of a sequence, and loops over K tiles of 64 keys. Warp roles:
 //
-//   producer warps (4)       load half a K tile each, as soon as slices of its stage are free, across the ends of work units;
-//                            the first one is also the scheduler warp
+//   producer warps (4)       load half a K tile each, or, with 8-bit K, a quarter of every tile, as soon as slices of its stage are free, across
+//                            the ends of work units; the first one is also the scheduler warp
 //   softmax warpgroup        S = Q K^T, P = exp2(S - m); stores P and each row's rescale factor to shared memory
 //   two PV warpgroups        256 columns of out each: out = rescale * out + P V, in slices of 16 keys, while the softmax warpgroup still
 //                            exponentiates the later slices
@@ -36,7 +36,8 @@ template <class C>
 __device__ __forceinline__ void run_mla(const Cta<C> &cta) {
   if (threadIdx.x == 0) {
     for (int n = 0; n < C::kStages; ++n) {
-      mbarrier_init(cta.full(n), 64);
+      mbarrier_init(cta.full(n), C::k8BitKv ? C::kProducerWarps * 32 : 64);
+      if constexpr (C::kEarlyAtoms < C::kAtoms) mbarrier_init(cta.early_full(n), C::kProducerWarps * 32);
       for (int slice = 0; slice < C::kSlices; ++slice) {
         mbarrier_init(cta.empty(n, slice), C::kPvThreads);
         mbarrier_init(cta.p_full(n, slice), C::kSoftmaxThreads);
@@ -52,6 +53,9 @@ __device__ __forceinline__ void run_mla(const Cta<C> &cta) {
     for (int n = 0; n < 2; ++n) {
       mbarrier_init(cta.work_full(n), 1);
       mbarrier_init(cta.work_empty(n), C::kPvThreads + C::kSoftmaxThreads);
+    }
+    if constexpr (C::k8BitKv) {
+      for (int n = 0; n < C::kProducerWarps * 2; ++n) mbarrier_init(cta.bytes_full(n / 2, n % 2), 32);
     }
     mbarrier_init_fence();
   }

@@ -35,14 +35,18 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
       if constexpr (C::kLists) q_start_ = a_.listed.queries.quotient(work_unit_.batch);
       bool pair = false;
       if (warp == 0) pair = publish_work_unit(work_units++, work, partition);
-      // The page table is read one of this warp's tiles ahead.
-      int page = page_of(kv_tile_ + static_cast<int>((tile_count & 1) ^ stage));
+      if constexpr (C::k8BitKv) {
+        load_8bit(tile_count, warp);
+      } else {
+        // The page table is read one of this warp's tiles ahead.
+        int page = page_of(kv_tile_ + static_cast<int>((tile_count & 1) ^ stage));
 #pragma unroll 1
-      for (int tile = kv_tile_; tile < kv_tile_end_; ++tile, ++tile_count) {
-        // Q is loaded first: behind the K tiles of all CTAs memory would deliver it last.
-        if (tile_count == 0) mbarrier_wait(this->q_requested(), 0);
-        if (static_cast<int>(tile_count & 1) != stage) continue;
-        load_half(tile, page, stage, warp & 1, (tile_count >> 1 & 1) ^ 1);
+        for (int tile = kv_tile_; tile < kv_tile_end_; ++tile, ++tile_count) {
+          // Q is loaded first: behind the K tiles of all CTAs memory would deliver it last.
+          if (tile_count == 0) mbarrier_wait(this->q_requested(), 0);
+          if (static_cast<int>(tile_count & 1) != stage) continue;
+          load_half(tile, page, stage, warp & 1, (tile_count >> 1 & 1) ^ 1);
+        }
       }
       if (C::kPairs && pair) {
         // Tells the peer CTA that its out may be written to this CTA's first stage. That stage's barriers are at most one phase behind the
@@ -194,17 +198,13 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
         offset += place.outer * p_.k.batch_stride + place.row * p_.k.seq_stride;
       }
       page = next_page;
-      if constexpr (C::k8BitKv) {
-        load_8bit(offset, rows_seen, stage, half, empty_parity);
-      } else {
-        load_gather(offset, rows_seen, stage, half, empty_parity);
-      }
+      load_gather(offset, rows_seen, stage, half, empty_parity);
     }
   }
 
   // The page of this lane's key of a tile, -1 where no token sees it. The thread tells the warp's half of the tile: registers are scarce.
   __device__ __forceinline__ int page_of(int tile) const {
-    const int key = tile * C::kKeys + (opaque(threadIdx.x) & (2 * kHalf - 1));
+    const int key = tile * C::kKeys + (C::k8BitKv ? key_8bit() : opaque(threadIdx.x) & (2 * kHalf - 1));
     if constexpr (C::kLists) {
       if (tile >= kv_tile_end_ || key >= a_.listed.lists.count) return -1;
       const ListLocator locator{a_.listed};
@@ -273,62 +273,121 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     publish(rows_seen, stage, half);
   }
 
-  // The same for 8-bit K, which becomes fp16. The bytes arrive in the second half of the memory that they will fill, in parts of eight rows and 64
-  // columns, and are widened in place from the first one on: part n goes to 1 KB from 1 KB n on, where no part behind it lies.
-  __device__ __forceinline__ void load_8bit(int64_t offset, uint32_t rows_seen, int stage, int half,
-                                            uint32_t empty_parity) const {
-    constexpr int kGroups = kHalf / 8, kPartBytes = 8 * 64;
-    static_assert(2 * kPartBytes == C::kAtomBytes && kGroups == 4);
-    const uint32_t tile = shared_tile(stage) + half * C::kHalfBytes,
-                   bytes = tile + C::kHalfBytes / 2 + static_cast<uint32_t>(lane_) * 16;
-    const int row = lane_ >> 2, vector = lane_ & 3, columns = static_cast<int>(p_.head_dim) - vector * 16;
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) mbarrier_wait(empty(stage, half * kSlices + slice), empty_parity);
-#pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) {
-      const KvElement *src =
-          static_cast<const KvElement *>(p_.k.data) + vector * 16 + __shfl_sync(~0u, offset, group * 8 + row);
-      const int valid = rows_seen >> (group * 8 + row) & 1 ? columns : 0;
-#pragma unroll
-      for (int atom = 0; atom < C::kAtoms; ++atom) {
-        cp_async_16(bytes + (group * C::kAtoms + atom) * kPartBytes, atom * 64 < valid ? src + atom * 64 : src,
-                    atom * 64 < valid ? 16 : 0);
-      }
-      cp_async_commit();
-    }
-    // Each lane widens the vectors that it has loaded, each to two neighbours.
-    const int r = opaque(lane_) >> 2, v = opaque(lane_) & 3;
-    const uint32_t to[2] = {tile + r * 128 + ((2 * v ^ r) << 4), tile + r * 128 + (((2 * v + 1) ^ r) << 4)};
-#pragma unroll 1
-    for (int group = 0; group < kGroups; ++group) {
-      if (group == 0) cp_async_wait<3>();
-      if (group == 1) cp_async_wait<2>();
-      if (group == 2) cp_async_wait<1>();
-      if (group == 3) cp_async_wait<0>();
-      const int first = group * C::kAtoms;
-      uint4 x = ld_shared_16(bytes + first * kPartBytes);
-#pragma unroll
-      for (int n = 0; n < C::kAtoms; ++n) {
-        uint4 next = x;
-        if (n + 1 < C::kAtoms) next = ld_shared_16(bytes + (first + n + 1) * kPartBytes);
-        __syncwarp();  // all lanes have read what is overwritten
-        const auto store = [&](uint32_t at, uint32_t low, uint32_t high) {
-          const HalfPairs a = widen_adjacent<C::kFormat>(low), b = widen_adjacent<C::kFormat>(high);
-          st_shared_16(at + (first + n) * C::kAtomBytes, a.first, a.second, b.first, b.second);
-        };
-        store(to[0], x.x, x.y);
-        store(to[1], x.z, x.w);
-        x = next;
-      }
-    }
-    publish(rows_seen, stage, half);
-  }
-
   // Publishes half a K tile.
   __device__ __forceinline__ void publish(uint32_t rows_seen, int stage, int half) const {
     if (C::kLists && lane_ == 0) st_shared_4(this->shared_listed(stage, half), rows_seen);
     fence_proxy_async();
     mbarrier_arrive(full(stage));
+  }
+
+  // ------------------------------------------------------------------------------------------------------------------
+  // 8-bit K, which becomes fp16
+  // ------------------------------------------------------------------------------------------------------------------
+
+  static constexpr int kPartBytes = 8 * 64;  // of eight rows and 64 columns
+
+  // Each warp has two groups of eight rows of every K tile: number `warp`, and number kGroupStride + `warp`, whose slice is released later.
+  static constexpr int kGroupStride = C::kKeys / 16, kGroupBytes = kGroupStride * C::kRowGroupBytes;
+  // The key of this lane in a tile: lanes 0 to 7 have the rows of the first group, 8 to 15 those of the second, and the others the same again.
+  static __device__ __forceinline__ int key_8bit() {
+    const int thread = opaque(threadIdx.x);
+    return (thread & 8) * kGroupStride + ((thread >> 5 & 3) << 3) + (thread & 7);
+  }
+  // Where the row of this lane's key lies, and which of the warp's sixteen rows exist and are visible to some token.
+  struct Rows8Bit {
+    KvPlace place;
+    uint32_t seen;
+  };
+
+  // Loads the K tiles of the work unit. The bytes of a group arrive in the second half of the memory that they will fill, as soon as its slice is
+  // free, in parts of eight rows and 64 columns.
+  __device__ __forceinline__ void load_8bit(uint32_t &tile_count, int warp) const {
+    static_assert(C::kProducerWarps * 16 == C::kKeys && 2 * kPartBytes == C::kAtomBytes);
+    if (kv_tile_ == kv_tile_end_) return;
+    // The page table is read one tile ahead.
+    int page = page_of(kv_tile_);
+    // Q is loaded first: behind the K tiles of all CTAs memory would deliver it last.
+    if (tile_count == 0) mbarrier_wait(this->q_requested(), 0);
+#pragma unroll 1
+    for (int tile = kv_tile_; tile < kv_tile_end_; ++tile, ++tile_count) {
+      const int stage = static_cast<int>(tile_count & 1);
+      const uint32_t groups = shared_tile(stage) + warp * C::kRowGroupBytes;
+      const Rows8Bit rows = {place_of(max(page, 0), tile * C::kKeys + key_8bit()), __ballot_sync(~0u, page >= 0)};
+#pragma unroll 1
+      for (int n = 0; n < 2; ++n) {
+        mbarrier_wait(empty(stage, n * (C::kSlices / 2) + (warp >> 1)), (tile_count >> 1 & 1) ^ 1);
+        request_8bit(tile, rows, n, groups + n * kGroupBytes + C::kRowGroupBytes / 2, this->bytes_full(warp, n));
+      }
+      page = page_of(tile + 1);  // while bytes arrive: a list of keys takes two lookups, one after the other
+#pragma unroll 1
+      for (int n = 0; n < 2; ++n) {
+        mbarrier_wait(this->bytes_full(warp, n), tile_count & 1);
+        widen<0, C::kEarlyAtoms>(groups + n * kGroupBytes);
+      }
+      if (C::kLists && (lane_ & ~8) == 0) st_shared_1(this->shared_listed(stage, lane_ >> 3) + warp, rows.seen >> lane_ & 0xFF);
+      if constexpr (C::kEarlyAtoms < C::kAtoms) {
+        fence_proxy_async();
+        mbarrier_arrive(this->early_full(stage));
+#pragma unroll 1
+        for (int n = 0; n < 2; ++n) widen<C::kEarlyAtoms, C::kAtoms>(groups + n * kGroupBytes);
+      }
+      fence_proxy_async();
+      mbarrier_arrive(full(stage));
+    }
+  }
+
+  // Requests the bytes of group n: from TMA or, where some of the tile's rows do not exist or are not visible to any token, by cp.async, as zeros
+  // for those. The barrier `arrived` has an arrival of each lane.
+  __device__ __forceinline__ void request_8bit(int tile, const Rows8Bit &rows, int n, uint32_t bytes, uint32_t arrived) const {
+    const int key0 = tile * C::kKeys;
+    if (!C::kLists && a_.tma_kv && key0 >= keys_.begin && key0 + C::kKeys <= keys_.end) {
+      if (lane_ == n * 8) {
+        mbarrier_arrive_expect_tx(arrived, C::kRowGroupBytes / 2);
+        tma_load_5d(bytes, &a_.k_map, arrived, 0, rows.place.row, /*atom=*/0, head_, rows.place.outer,
+                    a_.row_blocks == 1 ? kEvictFirst : kEvictNormal);
+      } else {
+        mbarrier_arrive(arrived);
+      }
+      __syncwarp();
+    } else {
+      // A lane loads one 16-byte vector of each part.
+      const int64_t offset = head_ * p_.k.head_stride + rows.place.outer * p_.k.batch_stride + rows.place.row * p_.k.seq_stride;
+      const int row = n * 8 + (lane_ >> 2), vector = lane_ & 3,
+                columns = rows.seen >> row & 1 ? static_cast<int>(p_.head_dim) - vector * 16 : 0;
+      const auto *k = static_cast<const KvElement *>(p_.k.data), *src = k + __shfl_sync(~0u, offset, row) + vector * 16;
+      bytes += static_cast<uint32_t>(lane_) * 16;
+#pragma unroll
+      for (int atom = 0; atom < C::kAtoms; ++atom) {
+        cp_async_16(bytes + atom * kPartBytes, atom * 64 < columns ? src + atom * 64 : k, atom * 64 < columns ? 16 : 0);
+      }
+      cp_async_mbarrier_arrive(arrived);
+    }
+  }
+
+  // Widens parts kFirst to kEnd - 1 of a group in place: part n goes to 1 KB from 1 KB n on, where no part behind it lies. A lane widens vectors of
+  // 16 bytes, each to two neighbours, and reads kAhead of them before it stores the first.
+  template <int kFirst, int kEnd>
+  __device__ __forceinline__ void widen(uint32_t group) const {
+    constexpr int kAhead = C::kLists ? 3 : 4;
+    static_assert(kEnd - kFirst >= kAhead);
+    const int r = opaque(lane_) >> 2, v = opaque(lane_) & 3;
+    const uint32_t from = group + C::kRowGroupBytes / 2 + static_cast<uint32_t>(opaque(lane_)) * 16,
+                   to[2] = {group + r * 128 + ((2 * v ^ r) << 4), group + r * 128 + (((2 * v + 1) ^ r) << 4)};
+    uint4 ahead[kAhead];
+#pragma unroll
+    for (int n = kFirst; n < kFirst + kAhead; ++n) ahead[n - kFirst] = ld_shared_16(from + n * kPartBytes);
+#pragma unroll
+    for (int n = kFirst; n < kEnd; ++n) {
+      uint4 &x = ahead[(n - kFirst) % kAhead];
+      __syncwarp();  // all lanes have read what is overwritten
+      const auto store = [&](uint32_t at, uint32_t low, uint32_t high) {
+        const HalfPairs a = widen_adjacent<C::kFormat>(low), b = widen_adjacent<C::kFormat>(high);
+        st_shared_16(at + n * C::kAtomBytes, a.first, a.second, b.first, b.second);
+      };
+      store(to[0], x.x, x.y);
+      store(to[1], x.z, x.w);
+      if (n + kAhead < kEnd) x = ld_shared_16(from + (n + kAhead) * kPartBytes);
+    }
   }
 };
 

@@ -49,4 +49,10 @@ struct SegmentStorage {
   uint32_t actions[4];  // for the warps with the rows of each softmax warp
 };
 
+// 8-bit K: lies last.
+struct ByteStorage {
+  uint64_t bytes_full[4][2];  // the bytes of a producer warp's groups of eight rows have arrived
+  uint64_t early_full[2];     // the first atoms of a K tile have been widened
+};
+
 }  // namespace fa::cuda::mla

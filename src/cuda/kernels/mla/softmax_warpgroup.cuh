@@ -70,7 +70,11 @@ class SoftmaxWarpgroup {
     for (int tile = work_->kv_tile; tile < work_->kv_tile_end; ++tile, ++tile_count_) {
       const int key0 = tile * C::kKeys;
       bool masked = key0 < work_->interior.begin || key0 + C::kKeys > work_->interior.end;
-      mbarrier_wait(cta_.full(stage()), tile_count_ >> 1 & 1);
+      if constexpr (C::kEarlyAtoms < C::kAtoms) {
+        mbarrier_wait(cta_.early_full(stage()), tile_count_ >> 1 & 1);
+      } else {
+        mbarrier_wait(cta_.full(stage()), tile_count_ >> 1 & 1);
+      }
       if constexpr (C::kLists)
         masked |= (ld_shared_4(cta_.shared_listed(stage(), 0)) & ld_shared_4(cta_.shared_listed(stage(), 1))) != ~0u;
       float s[C::kKeys / 2];
@@ -240,6 +244,11 @@ class SoftmaxWarpgroup {
     for (int n = 0; n < C::kQRegisterAtoms * 4; ++n) wgmma_rs_k<Element>(s, q[n], k(n), n > 0);
 #pragma unroll
     for (int n = C::kQRegisterAtoms * 4; n < C::kAtoms * 4; ++n) {
+      if (n == C::kEarlyAtoms * 4) {  // the other atoms
+        wgmma_commit();
+        mbarrier_wait(cta_.full(stage()), tile_count_ >> 1 & 1);
+        wgmma_fence();
+      }
       const int n_shared = n - C::kQRegisterAtoms * 4;
       Wgmma<Element, C::kKeys>::ss_k_k(s, advance_descriptor(q_shared, n_shared / 4 * C::kQAtomBytes + n_shared % 4 * 32), k(n),
                                        n > 0);

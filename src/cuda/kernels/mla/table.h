@@ -24,7 +24,7 @@ struct Shape {
   bool same_bits;                        // for FA_FLAG_SAME_BITS (segments.cuh)
   bool uses_combine_kernel;              // stores all partials of a work tile for the combine kernel (../decode/combine.cuh)
   int32_t kv_bytes;                      // of an element of K
-  int32_t storage_bytes, most_partials;  // SharedStorage, and behind it SegmentStorage with same_bits
+  int32_t storage_bytes, most_partials;  // SharedStorage, and behind it SegmentStorage with same_bits, ByteStorage with 8-bit K
 
   constexpr int32_t rows() const { return 64; }
   constexpr int32_t threads() const { return 512; }
@@ -45,7 +45,8 @@ struct Shape {
 
 #define FA_MLA_SHAPE_OF(kv_bytes, name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits, uses_combine_kernel)        \
   {#name, head_dim, head_dim_v, keys, stages, held, pairs, lists, same_bits, uses_combine_kernel, kv_bytes,                           \
-   static_cast<int32_t>(sizeof(SharedStorage<head_dim, head_dim_v, keys, stages, held>) + (same_bits ? sizeof(SegmentStorage) : 0)), \
+   static_cast<int32_t>(sizeof(SharedStorage<head_dim, head_dim_v, keys, stages, held>) + (same_bits ? sizeof(SegmentStorage) : 0) + \
+                        (kv_bytes == 1 ? sizeof(ByteStorage) : 0)),                                                                  \
    SharedStorage<head_dim, head_dim_v, keys, stages, held>::most_partials()},
 #define FA_MLA_SHAPE(...) FA_MLA_SHAPE_OF(2, __VA_ARGS__)
 #define FA_MLA_8BIT_SHAPE(...) FA_MLA_SHAPE_OF(1, __VA_ARGS__)
