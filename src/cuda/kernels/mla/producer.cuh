@@ -368,7 +368,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   // 16 bytes, each to two neighbours, and reads kAhead of them before it stores the first.
   template <int kFirst, int kEnd>
   __device__ __forceinline__ void widen(uint32_t group) const {
-    constexpr int kAhead = C::kLists ? 3 : 4;
+    constexpr int kAhead = C::kFormat == Format::i8 && !C::kLists ? 4 : 3;
     static_assert(kEnd - kFirst >= kAhead);
     const int r = opaque(lane_) >> 2, v = opaque(lane_) & 3;
     const uint32_t from = group + C::kRowGroupBytes / 2 + static_cast<uint32_t>(opaque(lane_)) * 16,
