@@ -43,7 +43,8 @@ struct Config {
   static constexpr bool kInterleaveRowBlocks = true;
   // For the combine kernel (decode/combine.cuh), which treats the CTA's rows as those of one warp.
   static constexpr bool kUsesCombineKernel = kUsesCombineKernel_, kHasRowBlocks = true;
-  static constexpr int kWarpRows = kRows, kRowWarps = 1, kMinCtas = 1, kCapability = 90, kPartialsInFlight = kSameBits ? 8 : 6;
+  static constexpr int kWarpRows = kRows, kRowWarps = 1, kColumnWarps = 1, kMinCtas = 1, kCapability = 90,
+                       kPartialsInFlight = kSameBits ? 8 : 6;
   // A run of 16 keys is the height of a TMA box and the K dimension of one P V wgmma.
   static constexpr int kRun = 16, kRuns = kKvTile / kRun;
   static constexpr int kAtoms = kD / 64, kAtomBytes = kKvTile * 128, kTileBytes = kAtoms * kAtomBytes;  // of K or of V

@@ -74,7 +74,7 @@ struct Config {
 template <class C>
 struct CombineConfig : C {
   static constexpr bool kHasRowBlocks = true;
-  static constexpr int kWarpRows = C::kRows, kRowWarps = 1, kMinCtas = 1, kCapability = 90,
+  static constexpr int kWarpRows = C::kRows, kRowWarps = 1, kColumnWarps = 1, kMinCtas = 1, kCapability = 90,
                        kPartialsInFlight = C::kSameBits ? 8 : 12;
 };
 
