@@ -1,5 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Latent caches (MLA): one wide row per key, whose first columns are also the value. Many query heads share a key head.
+#include <utility>
+
 #include "parity/runner.h"
 
 namespace parity {
@@ -181,6 +183,9 @@ TEST_P(Latent, BytesOfOtherShapes) {
     c.head_dim_v = head_dim_v;
     c.q.seqlen = 1;
     EXPECT_TRUE(check(backend(), c));
+    const int64_t heads = std::exchange(c.heads_q, 20);  // other kernels
+    EXPECT_TRUE(check(backend(), c));
+    c.heads_q = heads;
     c.k.layout = kBhsd;
     c.batch = 1;
     c.k.seqlen = 7000;
