@@ -329,6 +329,17 @@ class Cta {
     }
   }
 
+  // Softcap and ALiBi of this warp's rows of S = Q K^T. Slopes are loaded for every tile: cheaper than registers across the main loop. Rows beyond
+  // the last one are not stored.
+  template <class Fragment, typename Scores>
+  __device__ __forceinline__ void apply_row_score_mods(Scores &s, int key0) const {
+    const auto stored_row = [&](int r) { return min(warp_row0 + Fragment::query(opaque(lane_id), r), rows - 1); };
+    apply_score_mods<Fragment, kSoftcapAlibi>(
+        s, problem, params.raw,
+        [&](int r) { return load_head_terms(problem, params.raw.logit, work_unit.batch, head_of(stored_row(r))); },
+        [&](int r) { return token_of(stored_row(r)) + seqlen_k - tokens - key0 - Fragment::first_key(opaque(lane_id)); });
+  }
+
   __device__ __forceinline__ int64_t page_stride(const Operand &t) const { return page_table_ != nullptr ? t.batch_stride : 0; }
 
   __device__ __forceinline__ uint32_t smem_pipeline(int group) const {

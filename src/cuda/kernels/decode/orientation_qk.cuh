@@ -53,7 +53,7 @@ class OrientationQk {
     } else {
       mma_nt<Element, C::kD, kMt, kNt>(s, cta_.smem, cta_.row_warp * C::kWarpRows, cta_.smem_k(stage), 0);
     }
-    score_mods(s, key0);
+    cta_.template apply_row_score_mods<Fragment>(s, key0);
     const bool masked = key0 < cta_.warp_interior.begin || key0 + C::kKvTile > cta_.warp_interior.end;
     if (masked) {
       mask_rows<Fragment>(s, key0, cta_.lane_id,
@@ -94,20 +94,6 @@ class OrientationQk {
   // ------------------------------------------------------------------------------------------------------------------
   // Scores and softmax
   // ------------------------------------------------------------------------------------------------------------------
-
-  // Softcap and ALiBi. Slopes are loaded for every tile: cheaper than registers across the main loop. Rows beyond the last one
-  // are not stored.
-  __device__ __forceinline__ void score_mods(Scores &s, int key0) const {
-    const auto stored_row = [&](int r) { return min(row_of(r), cta_.rows - 1); };
-    apply_score_mods<Fragment, kSoftcapAlibi>(
-        s, cta_.problem, cta_.params.raw,
-        [&](int r) {
-          return load_head_terms(cta_.problem, cta_.params.raw.logit, cta_.work_unit.batch, cta_.head_of(stored_row(r)));
-        },
-        [&](int r) {
-          return cta_.token_of(stored_row(r)) + cta_.seqlen_k - cta_.tokens - key0 - Fragment::first_key(opaque(cta_.lane_id));
-        });
-  }
 
   // 8-bit KV.
   __device__ __forceinline__ void apply_descales(Scores &s, int stage) const {

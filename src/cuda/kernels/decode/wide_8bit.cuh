@@ -208,7 +208,7 @@ class Wide8Bit {
     __syncwarp();  // and the descales of the other lanes
     Scores s;
     compute_qk(s, stage);
-    score_mods(s, key0);
+    cta_.template apply_row_score_mods<Fragment>(s, key0);
     const bool masked = key0 < cta_.warp_interior.begin || key0 + kKeys > cta_.warp_interior.end;
     if (masked) {
       mask_rows<Fragment>(s, key0, cta_.lane_id, [&](int r) {
@@ -286,19 +286,6 @@ class Wide8Bit {
       row_scale[r] = ld_shared_float(cta_.smem_row_scale() + Fragment::query(lane, r) * 4);
     apply_k_descales<Fragment>(s, row_scale, cta_.params.k_descale.per_row,
                                cta_.smem_k_descale(stage) + cta_.column_warp * kKeys * 4, lane);
-  }
-
-  // Softcap and ALiBi. Rows beyond the last one are not stored.
-  __device__ __forceinline__ void score_mods(Scores &s, int key0) const {
-    const auto stored_row = [&](int r) { return min(Fragment::query(opaque(cta_.lane_id), r), cta_.rows - 1); };
-    apply_score_mods<Fragment, kSoftcapAlibi>(
-        s, cta_.problem, cta_.params.raw,
-        [&](int r) {
-          return load_head_terms(cta_.problem, cta_.params.raw.logit, cta_.work_unit.batch, cta_.head_of(stored_row(r)));
-        },
-        [&](int r) {
-          return cta_.token_of(stored_row(r)) + cta_.seqlen_k - cta_.tokens - key0 - Fragment::first_key(opaque(cta_.lane_id));
-        });
   }
 
   // Whether P and out are relative to a reference of their own (softmax_8bit.cuh).
