@@ -48,7 +48,7 @@ class ClusterProducer {
 #pragma unroll 1
       for (int n = 0; n < 2 << cta_.stages_each_log2(); ++n) {
         mbarrier_wait(cta_.empty(pipe.stage()), pipe.phase() ^ 1);
-        load_stage(stage_at(segment_key, n), cta_.stage(pipe.stage()), cta_.full(pipe.stage()));
+        load_stage(stage_at(segment_key, n), pipe.stage());
         pipe.advance();
       }
     }
@@ -115,14 +115,18 @@ class ClusterProducer {
   }
 
   // Keys that no row sees, and columns behind head_dim, become zeros.
-  __device__ __forceinline__ void load_stage(const Stage &s, uint32_t to, uint32_t full) const {
+  __device__ __forceinline__ void load_stage(const Stage &s, int stage) {
+    const uint32_t to = cta_.stage(stage), full = cta_.full(stage);
     const int begin = s.segment_key + s.first_tile * C::kKvTile;
     const bool runs = begin >= cta_.keys.begin && begin + s.tiles * C::kKvTile <= cta_.keys.end && whole_runs();
     if (runs && s.tiles == 1 && cta_.params.tma_kv) {
+      if (stored_stages_ >> stage & 1) fence_proxy_async();
+      stored_stages_ &= ~(1u << stage);
       load_boxes(s, to, full);
       mbarrier_arrive(full);
       return;
     }
+    stored_stages_ |= 1u << stage;
     if (!runs) {
       load_rows(s, to);
     } else if (s.tiles == 1) {
@@ -214,6 +218,7 @@ class ClusterProducer {
 
   const Cta &cta_;
   int run_page_ = 0, pages_[C::kSegmentTiles];  // load_pages()
+  uint32_t stored_stages_ = 0;                  // a bit for each stage that cp.async has filled: TMA writes there behind a fence
 };
 
 }  // namespace fa::cuda::extend
