@@ -124,7 +124,7 @@ class Wide8Bit {
             bits(0, 0), bits(1, 0), bits(0, 1), bits(1, 1));
       }
     }
-    fence_proxy_async();  // the next bulk copies write there
+    fence_proxy_async();  // TMA writes there next
   }
 
  private:
