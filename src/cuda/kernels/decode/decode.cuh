@@ -17,6 +17,8 @@
 //                   S = Q K^T, mask S where the tile touches an edge, P = exp2(S - max), out += P V
 //   epilogue        sum out of the KV groups through shared memory; store the result or a split-KV partial (epilogue.cuh)
 //
+// 8-bit KV of more than 256 columns has a main loop of its own (wide_8bit.cuh).
+//
 // The maximum of a row is its own and exact in every step. The bits of a row depend on its keys and on how they are split, not
 // on neighbouring rows.
 #pragma once
