@@ -218,7 +218,7 @@ class ClusterProducer {
 
   const Cta &cta_;
   int run_page_ = 0, pages_[C::kSegmentTiles];  // load_pages()
-  uint32_t stored_stages_ = 0;                  // a bit for each stage that cp.async has filled: TMA writes there behind a fence
+  uint32_t stored_stages_ = 0;  // a bit for each stage that cp.async has filled: TMA writes there behind a fence
 };
 
 }  // namespace fa::cuda::extend
