@@ -77,11 +77,6 @@ int32_t cluster_of(const MaskedProblem &p, const Device &device, int64_t tiles, 
   return ctas > 1 && keys <= ctas * kMaxKeys ? static_cast<int32_t>(ctas) : 0;
 }
 
-// Whether TMA can load boxes of 8-bit K or V for the kernels whose warps share rows.
-bool loads_by_tma(const Problem &p, const Operand &t, int64_t columns) {
-  return columns % decode::kWideAtom == 0 && is_kv_tma_compatible(p, t, columns, decode::kWideBoxRows);
-}
-
 }  // namespace
 
 bool plan_decode(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
@@ -93,7 +88,6 @@ bool plan_decode(const ForwardProblem &p, const Needs &needs, const Device &devi
   const bool many_keys = p.batch * p.heads_k >= ceil_div(kManyKeys * device.multiprocessors, p.k_lengths.max_len);
   if (!splits_by_sequence(p) && many_keys) found = shapes.with_more_warps(found);
   const Shape &shape = kShapes[found];
-  const bool latent = decode::is_latent(shape.head_dim);
   const int64_t row_blocks = ceil_div(rows, shape.rows()), tiles = p.batch * p.heads_k * row_blocks,
                 iterations = ceil_div(p.k_lengths.max_len, shape.kv_step()) + 1,
                 ctas = int64_t{device.multiprocessors} * shape.ctas_per_sm(device.shared_bytes);
@@ -103,7 +97,8 @@ bool plan_decode(const ForwardProblem &p, const Needs &needs, const Device &devi
   plan.shape = found;
   plan.row_blocks = static_cast<int32_t>(row_blocks);
   plan.rows_per_token = static_cast<int32_t>(p.group);
-  plan.tma_kv = shape.column_warps() > 1 && loads_by_tma(p, p.k, p.head_dim) && (latent || loads_by_tma(p, p.v, p.head_dim_v));
+  plan.tma_kv = shape.column_warps() > 1 && is_wide_kv_tma_compatible(p, p.k, p.head_dim, decode::kWideBoxRows) &&
+                (decode::is_latent(shape.head_dim) || is_wide_kv_tma_compatible(p, p.v, p.head_dim_v, decode::kWideBoxRows));
   plan.reason =
       "decode kernel for few queries: the query heads of a group share each KV tile, and the keys are split over many CTAs";
   if (const int32_t n = shapes.clustered(found); n >= 0) {

@@ -12,7 +12,7 @@ namespace fa::cuda {
 
 namespace {
 
-constexpr int64_t kWarpRows = 16, kAtomColumns = 64;
+constexpr int64_t kWarpRows = 16;
 
 // FA_FLAG_SAME_BITS: partitions of whole segments (mla/segments.cuh). Each may hand a total over, and store all segments but the last of a work
 // tile that the partition before has begun. One that may store fewer waits for that partition, the less the more work tiles it has.
@@ -114,7 +114,7 @@ bool plan_mla(const ForwardProblem &p, const Needs &needs, const Device &device,
     plan.max_partitions = static_cast<int32_t>(2 * tiles);
     plan.blocks = plan.max_partitions;
   }
-  plan.tma_kv = p.head_dim % kAtomColumns == 0 && is_kv_tma_compatible(p, p.k, p.head_dim, mla::kBoxRows);
+  plan.tma_kv = is_wide_kv_tma_compatible(p, p.k, p.head_dim, mla::kBoxRows);
   plan.reason = shape.same_bits
                     ? "MLA kernel for FA_FLAG_SAME_BITS: segments of 2048 keys are folded in the order of their keys"
                     : "MLA kernel: V is part of K, and the query heads share each KV tile";

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 #include "cuda/host/plan_stream_k.h"
+#include "cuda/common/swizzle_atom.h"
 
 #include <algorithm>
 
+#include "cuda/common/swizzle_atom.h"
 #include "cuda/kernels/decode/table.h"
 
 namespace fa::cuda {
@@ -101,6 +103,9 @@ bool is_kv_tma_compatible(const Problem &p, const Operand &tensor, int64_t colum
     return false;
   if (p.page_table != nullptr) return p.page_size % box_rows == 0 && p.page_size <= INT32_MAX && p.num_pages <= INT32_MAX;
   return p.k_lengths.cu != nullptr || p.batch <= INT32_MAX;
+}
+bool is_wide_kv_tma_compatible(const Problem &p, const Operand &tensor, int64_t columns, int32_t box_rows) {
+  return columns % kWideAtom == 0 && is_kv_tma_compatible(p, tensor, columns, box_rows);
 }
 
 }  // namespace fa::cuda

@@ -58,5 +58,7 @@ void plan_combine(const StreamK &work, const MaskedProblem &problem, int64_t row
 
 // Whether TMA can load boxes of `box_rows` rows of K or V (describe_kv() in tensor_maps.h).
 bool is_kv_tma_compatible(const Problem &problem, const Operand &tensor, int64_t columns, int32_t box_rows);
+// The same where rows of 8 bits have to end with an atom, too (describe_wide_8bit()).
+bool is_wide_kv_tma_compatible(const Problem &problem, const Operand &tensor, int64_t columns, int32_t box_rows);
 
 }  // namespace fa::cuda

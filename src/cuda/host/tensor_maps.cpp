@@ -114,14 +114,13 @@ fa_status describe_kv(const Driver &driver, const char *name, const Problem &p, 
 
 fa_status describe_wide_8bit(const Driver &driver, const char *name, const Problem &p, const Operand &t, int64_t head_dim,
                              int32_t box_columns, int32_t box_rows, bool swizzled, CUtensorMap &map, ErrorText &error) {
-  constexpr int32_t kAtom = 64;
   const KvRows rows(p);
   const Description d{.type = map_type(t.dtype),
                       .element_bytes = 1,
                       .rank = 5,
-                      .sizes = {kAtom, rows.count, head_dim / kAtom, p.heads_k, rows.batches},
-                      .strides = {t.seq_stride, kAtom, t.head_stride, t.batch_stride},
-                      .box = {kAtom, box_rows, box_columns / kAtom, 1, 1},
+                      .sizes = {kWideAtom, rows.count, head_dim / kWideAtom, p.heads_k, rows.batches},
+                      .strides = {t.seq_stride, kWideAtom, t.head_stride, t.batch_stride},
+                      .box = {kWideAtom, box_rows, box_columns / kWideAtom, 1, 1},
                       .swizzle = swizzled ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_NONE,
                       .promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B};
   return encode(driver, name, t.data, d, map, error);

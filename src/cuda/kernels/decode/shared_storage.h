@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/common/swizzle_atom.h"
+
 namespace fa::cuda::decode {
 
 constexpr int32_t kMaxClusterSize = 16;  // CTAs
@@ -28,7 +30,7 @@ struct KvStage8Bit {
 
 // For wide_8bit.cuh: the keys of each of two warps are a box of kWideBoxRows rows in swizzle atoms of 64 columns, [atom][row][64], with the 64-byte
 // swizzle of TMA. In latent caches V is in k.
-constexpr int32_t kWideBoxRows = 16, kWideAtom = 64;
+constexpr int32_t kWideBoxRows = 16;
 template <int kHeadDim>
 struct WideBox {
   char x[kHeadDim / kWideAtom][kWideBoxRows][kWideAtom];
