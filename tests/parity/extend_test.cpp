@@ -130,6 +130,49 @@ TEST_P(Extend, PromptsInPages) {
   }
 }
 
+// The same over 8-bit caches, which on Hopper are widened in the workspace first: above head_dim 128 from 130 rows per key head on, below where many
+// rows share a key and tiles fill the device.
+TEST_P(Extend, QuantisedPrompts) {
+  const bool cuda = backend().name().rfind("cuda", 0) == 0;
+  constexpr int64_t kPages[] = {16, 0, 64, 3, 24};
+  int64_t n = 0;
+  for (const auto &[head_dim, head_dim_v] :
+       {std::pair<int64_t, int64_t>{256, 256}, {192, 128}, {192, 192}, {128, 128}, {64, 64}}) {
+    for (auto [seqlen_q, group] : {std::pair<int64_t, int64_t>{150, 1}, {40, 8}, {300, 2}, {129, 3}, {70, 5}}) {
+      const bool fills_device = head_dim <= 128;
+      if (fills_device && !cuda) break;
+      if (fills_device) seqlen_q = 180 + n % 13, group = 6;
+      Case c = base("extend: quantised prompts");
+      c.dtype = n % 2 == 0 ? FA_BFLOAT16 : FA_FLOAT16;
+      c.key_dtype = n % 3 == 0 ? FA_INT8 : FA_FLOAT8_E4M3;
+      c.descale = n == 6 ? 2 : c.key_dtype == FA_INT8 || n % 4 != 1;
+      c.heads_k = fills_device ? 9 : 2;
+      c.heads_q = c.heads_k * group;
+      c.head_dim = head_dim;
+      c.head_dim_v = head_dim_v;
+      c.q.seqlen = seqlen_q;
+      c.k.seqlen = 420;
+      c.k.used = {420, 333, n % 4 == 3 ? 0 : seqlen_q / 2};
+      if (n % 4 == 2) c.q.used = {seqlen_q, seqlen_q / 2, 0};
+      if (n % 7 == 5) {
+        c.q.packed = 1;
+        c.q.slots = {seqlen_q, 3, seqlen_q / 2};
+      }
+      c.page_size = kPages[n % 5];
+      c.spare_pages = c.page_size > 0 ? 3 : 0;
+      if (n % 3 == 1) c.window_left = 90;
+      if (n % 5 == 4) c.mask = FA_MASK_NONE;
+      if (n == 9) c.softcap = 5;
+      c.sink = n % 2;
+      c.nan_keys = 1;
+      EXPECT_TRUE(check(backend(), c));
+      if (c.key_dtype == FA_FLOAT8_E4M3) c.nan_visible = 1 + n % 3;
+      EXPECT_TRUE(check(backend(), c));
+      ++n;
+    }
+  }
+}
+
 TEST_P(Extend, LengthsAndPages) {
   for (const int64_t page_size : {0, 1, 3, 16, 48, 256}) {
     for (const int64_t seqlen_q : {12, 45}) {

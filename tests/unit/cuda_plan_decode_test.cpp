@@ -505,6 +505,58 @@ TEST(CudaPlan, PromptsInPages) {
   }
 }
 
+// The same of 8-bit K and V. A copy in 16 bits pays with many rows for each key, which tiles of queries hold and which fill the device.
+TEST(CudaPlan, QuantisedPrompts) {
+  const auto bytes = [](int64_t queries, int64_t heads_k, int64_t group, int64_t head_dim) {
+    MaskedProblem p = problem(queries, 9000, head_dim);
+    p.k.dtype = p.v.dtype = Dtype::e4m3;
+    p.batch = 3;
+    p.heads_k = heads_k;
+    p.group = group;
+    p.heads_q = heads_k * group;
+    set_pages(p, 3);  // whatever the pages, the copy has none
+    return p;
+  };
+  const struct {
+    const char *kernel;
+    int64_t queries, heads_k, group, head_dim;
+    std::function<void(MaskedProblem &)> set;
+  } cases[] = {
+      {"sm90_fwd_bf16_e4m3_d128p", 512, 8, 8, 128, [](MaskedProblem &) {}},
+      {"sm90_fwd_bf16_e4m3_d64p", 512, 8, 8, 64, [](MaskedProblem &) {}},
+      {"sm90_fwd_bf16_e4m3_d64p", 4096, 8, 1, 64, [](MaskedProblem &) {}},
+      {"extend_fwd_bf16_e4m3_d64", 512, 50, 1, 64, [](MaskedProblem &) {}},         // few rows for each key
+      {"extend_fwd_bf16_e4m3_d128_split", 512, 1, 8, 128, [](MaskedProblem &) {}},  // few tiles
+      {"extend_fwd_bf16_e4m3_d128", 130, 8, 8, 128, [](MaskedProblem &) {}},        // tiles that queries do not fill
+      {"extend_fwd_bf16_e4m3_d128", 4096, 8, 8, 80, [](MaskedProblem &) {}},        // rows that end within a swizzle atom
+      {"extend_fwd_bf16_e4m3_d128", 512, 8, 8, 128, [](MaskedProblem &p) { p.softcap = 5; }},
+      {"extend_fwd_bf16_e4m3_d128", 512, 8, 8, 128, [](MaskedProblem &p) { p.num_splits = 3; }},
+      {"extend_fwd_bf16_e4m3_d128", 512, 8, 8, 128, [](MaskedProblem &p) { p.batch = 64; }},  // a copy of more than a gigabyte
+      {"extend_fwd_bf16_e4m3_d128", 512, 8, 8, 128,
+       [](MaskedProblem &p) { p.page_table = nullptr, p.k_lengths.cu = &unreadable; }},
+      {"extend_fwd_bf16_e4m3_d128", 512, 8, 8, 128,  // a prompt and single tokens
+       [](MaskedProblem &p) { p.q_lengths.cu = &unreadable, p.batch = 20, p.q_lengths.total = 512 + 19; }},
+      {"sm90_fwd_bf16_e4m3_d256p", 512, 8, 2, 256, [](MaskedProblem &) {}},
+      {"sm90_fwd_bf16_e4m3_d256p", 150, 8, 2, 256, [](MaskedProblem &) {}},
+      {"sm90_fwd_bf16_e4m3_d256p", 512, 8, 2, 192, [](MaskedProblem &) {}},
+      {"decode_fwd_bf16_e4m3_d256_32_split", 64, 8, 2, 256, [](MaskedProblem &) {}},
+      {"decode_fwd_bf16_e4m3_d256_32_split", 32, 2, 8, 256, [](MaskedProblem &) {}},
+  };
+  for (const auto &c : cases) {
+    MaskedProblem p = bytes(c.queries, c.heads_k, c.group, c.head_dim);
+    c.set(p);
+    const ForwardPlan plan = forward_plan(p, h200());
+    EXPECT_EQ(kernel_name(p, plan), c.kernel) << c.queries << " queries of " << p.heads_q << " heads, head_dim " << c.head_dim;
+    EXPECT_EQ(plan.widened_keys, plan.family == Family::sm90 ? 9024 : 0);
+    if (plan.family != Family::sm90) continue;
+    EXPECT_EQ(plan.widened_offset, 0u);
+    EXPECT_EQ(plan.workspace_bytes, static_cast<size_t>(p.batch * c.heads_k * plan.widened_keys * 2 * c.head_dim * 2));
+    Device before_hopper = h200();
+    before_hopper.sm90 = false;
+    EXPECT_NE(forward_plan(p, before_hopper).family, Family::sm90);
+  }
+}
+
 TEST(CudaPlan, ExtendKernels) {
   MaskedProblem p = problem(300, 50000, 128);
   p.page_table = reinterpret_cast<const int32_t *>(&unreadable);
@@ -582,7 +634,7 @@ TEST(CudaPlan, QuantisedKeysAreForDecodeKernels) {
         ForwardProblem p = forward_of(problem(seqlen_q, 4096, 128));
         p.k.dtype = p.v.dtype = dtype;
         if (device.device.sm90 && seqlen_q > 1) {
-          EXPECT_EQ(kernel_name(p, forward_plan(p, device.device)).rfind("extend_fwd_bf16_", 0), 0u);
+          EXPECT_EQ(forward_plan(p, device.device).family, seqlen_q < 2048 ? Family::extend : Family::sm90);
           (dtype == Dtype::i8 ? p.k_descale : p.v_descale).per_row = true;
         }
         const ForwardPlan plan = forward_plan(p, device.device);

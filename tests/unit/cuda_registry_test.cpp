@@ -104,7 +104,8 @@ TEST(CudaSelect, TheNextKernelThatIsBuiltServes) {
   few_8bit.k.dtype = few_8bit.v.dtype = Dtype::i8;
   EXPECT_EQ(forward_name(few_8bit, h200()), "decode_fwd_bf16_i8_d128_8_split");
   EXPECT_EQ(forward_name(few_8bit, device_without("decode_8bit_fwd_any_d128_8")), "decode_fwd_bf16_i8_d128_16_split");
-  EXPECT_EQ(forward_name(few_8bit, device_without("decode_8bit")), "simt_fwd_bf16_i8_d128_split");
+  EXPECT_EQ(forward_name(few_8bit, device_without("decode_8bit")), "sm90_fwd_bf16_i8_d128p");
+  EXPECT_EQ(forward_name(few_8bit, device_with_only("simt_fwd_any_d512")), "simt_fwd_bf16_i8_d512_split");
 
   ForwardProblem fp8 = forward_of(p);
   set_fp8(fp8, Dtype::f16);

@@ -10,7 +10,7 @@
 #include "cuda/kernels/bwd_sm90/backward.h"
 #include "cuda/kernels/fwd_sm90/forward.h"
 #include "cuda/kernels/fwd_sm90/transposed_v.h"
-#include "cuda/kernels/fwd_sm90_wide/widened_kv.h"
+#include "cuda/kernels/fwd_sm90/widened_kv.h"
 #include "cuda/kernels/jvp_sm90/jvp.h"
 
 namespace fa::cuda::sm90 {
@@ -249,7 +249,7 @@ fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const La
 
 fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
                        ErrorText &error) {
-  if (!kForwardShapes[plan.shape].packs_heads()) return add_forward(p, plan, memory, launches, error);
+  if (!kForwardShapes[plan.shape].pages) return add_forward(p, plan, memory, launches, error);
   return add_forward(add_pages(p, plan, memory, launches), plan, memory, launches, error);
 }
 

@@ -62,7 +62,8 @@ bool takes_pages(const ForwardProblem &p) {
 // The same for narrower heads, of which boxes are swizzle atoms of one page each.
 bool takes_narrow_pages(const Problem &p) {
   constexpr int32_t kBoxRows = 16;  // at least: each lane of a producer warp loads one box of a KV tile
-  return is_kv_tma_compatible(p, p.k, p.head_dim, kBoxRows) && is_kv_tma_compatible(p, p.v, p.head_dim_v, kBoxRows);
+  return p.k_lengths.cu == nullptr && is_kv_tma_compatible(p, p.k, p.head_dim, kBoxRows) &&
+         is_kv_tma_compatible(p, p.v, p.head_dim_v, kBoxRows);
 }
 
 // Keys of a sequence in the copy of 8-bit K and V: whole KV tiles. -1: the copy would be too large.
@@ -113,6 +114,12 @@ int32_t splits_of(const Problem &p, const Device &device, const sm90::ForwardSha
   return static_cast<int32_t>(best);
 }
 
+// The queries of a sequence. Packed sequences count with their mean length: where prompts are mixed with single tokens most tiles would have
+// one row.
+int64_t mean_queries(const Problem &p) {
+  return p.q_lengths.cu != nullptr ? p.q_lengths.total / std::max<int64_t>(p.batch, 1) : p.q_lengths.max_len;
+}
+
 }  // namespace
 
 PageDimension page_dimension(const Problem &p, const Operand &t) {
@@ -145,8 +152,12 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
   const int64_t widened_keys = widens ? widened_keys_of(p) : 0;
   const bool wide = std::max(p.head_dim, p.head_dim_v) > kNarrowHead,
              asks = needs.operands == k16Bit ? paged || prefers_packed_rows(p, device) : widens;
-  bool pages = wide ? asks && widened_keys >= 0 && takes_pages(in_pages(p, widened_keys, nullptr))
-                    : paged && !widens && takes_narrow_pages(p);
+  // 8-bit K and V: those of the copy.
+  const auto readable = [&] {
+    const ForwardProblem in_16_bits = in_pages(p, widened_keys, nullptr);
+    return wide ? takes_pages(in_16_bits) : takes_narrow_pages(widens ? in_16_bits : p);
+  };
+  bool pages = (wide ? asks : paged) && widened_keys >= 0 && readable();
   if (paged && !pages) return false;
   const KernelRow *chosen = nullptr;
   const auto find = [&] {
@@ -200,21 +211,22 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
       plan.split_lse_offset = align_up(rows * p.head_dim_v * sizeof(float));
       plan.workspace_bytes = plan.split_lse_offset + align_up(rows * sizeof(float));
     }
-    if (widens) {
-      plan.widened_keys = widened_keys;
-      plan.widened_offset = align_up(plan.workspace_bytes);
-      const int64_t rows = p.batch * p.heads_k * widened_keys;
-      plan.workspace_bytes = plan.widened_offset;
-      for (const int64_t columns : {p.head_dim, p.head_dim_v})
-        plan.workspace_bytes += align_up(static_cast<size_t>(rows * columns * dtype_bytes(p.q.dtype)));
-    }
+  }
+  if (widens) {
+    plan.widened_keys = widened_keys;
+    plan.widened_offset = align_up(plan.workspace_bytes);
+    const int64_t rows = p.batch * p.heads_k * widened_keys;
+    plan.workspace_bytes = plan.widened_offset;
+    for (const int64_t columns : {p.head_dim, p.head_dim_v})
+      plan.workspace_bytes += align_up(static_cast<size_t>(rows * columns * dtype_bytes(p.q.dtype)));
   }
   if (shape.workspace_total) reserve_totals(shape.rows(), shape.head_dim_v, plan);
   plan.tma_out = shape.out_atoms > 0 && is_tma_compatible(p.out, p.q_lengths, p.head_dim_v);
   plan.reason =
       shape.same_bits ? "Hopper kernel (wgmma, TMA) for FA_FLAG_SAME_BITS and plain scores: segments of 1024 keys are "
                         "folded in the order of their keys"
-      : widens        ? "Hopper kernel (wgmma, TMA) for pages of wide heads; a kernel before it widens 8-bit K and V to 16 bits"
+      : widens
+          ? "Hopper kernel (wgmma, TMA) for pages; a kernel before it widens 8-bit K and V to 16 bits, as contiguous sequences"
       : shape.packs_heads()
           ? "Hopper kernel (wgmma, TMA) for pages or few queries of wide heads: the query heads of a group share each KV tile"
       : shape.pages ? "Hopper kernel (wgmma, TMA) for pages and tiles of queries of one head"
@@ -240,11 +252,25 @@ bool reads_pages_by_heads(const ForwardPlan &hopper) {
   return shape.pages && !shape.packs_heads();
 }
 
+bool widening_is_better(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &hopper) {
+  const sm90::ForwardShape &shape = sm90::kForwardShapes[hopper.shape];
+  if (shape.packs_heads()) {
+    constexpr int32_t kFewRowBlocks = 4;  // of decode; each reads all keys again, from L2 at best
+    return other.row_blocks > kFewRowBlocks;
+  }
+  // In rows of Hopper's kernel: what the copy of a key takes, and the rows of the other kernels, in hundredths (H200, head_dim 64 to 256, e4m3).
+  constexpr int64_t kCopyRows = 280, kExtendRow = 130, kDecodeRow = 500;
+  const int64_t queries = mean_queries(p), rows = queries * p.group, tiles = ceil_div(queries, shape.rows()),
+                idle = std::max<int64_t>(device.multiprocessors * 100 / std::max<int64_t>(tiles * p.heads_q * p.batch, 1), 100);
+  return rows * (other.family == Family::extend ? kExtendRow : kDecodeRow) >
+         tiles * shape.rows() * p.group * idle + kCopyRows * 100;
+}
+
 // Work tiles of sm90 take 0.85 of the time of as many rows of extend, whether queries fill them or not; and extend gives all SMs keys where there
-// are few work tiles. Packed sequences count with their mean length: where prompts are mixed with single tokens most tiles would have one row.
+// are few work tiles.
 bool extend_reads_pages_better(const Problem &p, const Device &device, const ForwardPlan &extend, const ForwardPlan &hopper) {
   constexpr int64_t kFewQueries = 16;
-  const int64_t queries = p.q_lengths.cu != nullptr ? p.q_lengths.total / std::max<int64_t>(p.batch, 1) : p.q_lengths.max_len;
+  const int64_t queries = mean_queries(p);
   const int64_t tile = kernel_of(hopper).rows, tiles = ceil_div(queries, tile), shared_tile = kernel_of(extend).rows,
                 shared_tiles = ceil_div(queries * p.group, shared_tile);
   if (queries <= kFewQueries || tiles * p.heads_q * p.batch < device.multiprocessors) return true;

@@ -36,6 +36,9 @@ bool beats_sm90(const Problem &problem, const Device &device, const ForwardPlan 
 
 // Whether a plan of family sm90 is for pages, and its work tiles have queries of one head each.
 bool reads_pages_by_heads(const ForwardPlan &hopper);
+// Whether a copy of 8-bit K and V in 16 bits (fwd_sm90/widened_kv.h) and `hopper`, which reads it, take less time than `other`, an extend or decode
+// kernel that widens each KV tile.
+bool widening_is_better(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &hopper);
 // Whether extend, whose work tiles have the query heads of a group as rows, serves such a problem better.
 bool extend_reads_pages_better(const Problem &problem, const Device &device, const ForwardPlan &extend,
                                const ForwardPlan &hopper);

@@ -103,7 +103,7 @@ constexpr auto kRows = concatenate(
     rows_of(sm90::kForwardShapes, Family::sm90, Pass::forward,
             [](KernelRow &row, const sm90::ForwardShape &shape) {
               row.set = "sm90_fwd";
-              row.operands = shape.fp8 ? kFp8 : shape.packs_heads() && shape.scores == kPlain ? k16Bit | k8BitKv : k16Bit;
+              row.operands = shape.fp8 ? kFp8 : shape.takes_widened_kv() ? k16Bit | k8BitKv : k16Bit;
               row.scores = shape.scores | hopper_text(shape, false);
               // Not batch-invariant: the choice of a shape depends on max_seqlen_q, which is the batch's. With FA_FLAG_SAME_BITS that
               // does not matter, since all kernels for it have the same arithmetic.

@@ -131,11 +131,11 @@ fa_status check_same_bits(const BackwardProblem &b, const Device &device, ErrorT
 //                         beats_sm90() prefers the next
 //   FA_FLAG_SAME_BITS     any                                           extend
 //   K and V               rows and queries                              kernels
+//   8-bit                 where widening_is_better()                    sm90 (16-bit copy)
 //   any                   more than 32 rows, of 8-bit K and V or of     extend
 //                         at most 16 queries
-//   any                   any, but of 8-bit K and V above 256 columns   decode
-//                         64 rows, latent caches 16, where mla and
-//                         sm90 take more
+//   any                   any, but of latent caches 16, where mla       decode
+//                         takes more
 //   any                   any                                           mla
 //   8-bit                 any                                           sm90 (fp8), any device
 //   16-bit, pages that    extend_reads_pages_better() or not            extend, sm90
@@ -173,16 +173,18 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
   }
   if ((p.q_lengths.max_len <= kFewQueries || kv_8bit) && p.q_lengths.max_len * p.group > kFewRows &&
       plan_extend(p, needs, device, plan)) {
+    ForwardPlan widened;
+    if (kv_8bit && plan_sm90(p, needs, device, widened) && widening_is_better(p, device, plan, widened)) plan = widened;
     return FA_OK;
   }
   if (plan_decode(p, needs, device, plan)) {
-    // Above 256 columns of 8 bits every 16 rows read all keys again, from L2 at best.
-    constexpr int32_t kFewRowBlocks = 4;
     ForwardPlan larger_tiles;
-    const bool latent = decode::is_latent(static_cast<int32_t>(p.head_dim)),
-               many_blocks = latent ? plan.row_blocks > 1 : p.head_dim > 256 && plan.row_blocks > kFewRowBlocks;
-    if (many_blocks && (latent ? plan_mla(p, needs, device, larger_tiles) : plan_sm90(p, needs, device, larger_tiles)))
+    if (decode::is_latent(static_cast<int32_t>(p.head_dim))) {
+      if (plan.row_blocks > 1 && plan_mla(p, needs, device, larger_tiles)) plan = larger_tiles;
+    } else if (kv_8bit && plan.row_blocks > 1 && plan_sm90(p, needs, device, larger_tiles) &&
+               widening_is_better(p, device, plan, larger_tiles)) {
       plan = larger_tiles;
+    }
     return FA_OK;
   }
   if (plan_mla(p, needs, device, plan)) return FA_OK;

@@ -173,7 +173,10 @@ def dims(quick: bool) -> List[Case]:
         square("dims", direction, d, causal, n, heads, heads_k, head_dim_v=d_v)
         for direction in ("forward", "backward") for d, d_v, heads, heads_k in shapes for causal in (False, True)
         for n in ((2048,) if quick else (2048, 8192))
-    ] + [Case("dims", "forward", d, True, q, k, 4, heads, 8, page=page) for d, heads in ((64, 64), (128, 64), (256, 16)) for q, k, page in SERVED_PROMPTS]
+    ] + [
+        Case("dims", "forward", d, True, q, k, 4, heads, 8, page=page, option=option)
+        for option in ("", "e4m3") for d, heads in ((64, 64), (128, 64), (256, 16)) for q, k, page in SERVED_PROMPTS
+    ]
 
 
 def wide(quick: bool) -> List[Case]:

@@ -246,6 +246,13 @@ void add_page_cases(std::vector<Case> &all) {
         c.alibi = terms;
         c.nan_visible = dtype == FA_BFLOAT16 ? 3 : 0;
         all.push_back(c);
+        if (terms == 0 && flags == 0) {  // bytes, which are widened first
+          c.q.seqlen = 190;
+          c.key_dtype = dtype == FA_FLOAT16 ? FA_FLOAT8_E4M3 : FA_INT8;
+          c.descale = 1;
+          c.nan_visible = 0;
+          all.push_back(c);
+        }
       }
     }
   }

@@ -619,7 +619,7 @@ class Consumer {
   __device__ __forceinline__ float scale() const {
     if constexpr (C::kHasScoreText && ScoreText::kScores) return kLog2e;  // a text returns natural logits
     if constexpr (C::kHasScoreMod) return a_.raw.factor;
-    return C::kFp8 ? scale_ : exponent_scale(p_);
+    return C::kFp8 ? scale_ : score_scale<C>(a_, smem_.work_tile(work_.stage()));
   }
 
   // P is made 2^p_exponent() larger.

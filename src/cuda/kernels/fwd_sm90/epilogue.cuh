@@ -29,7 +29,7 @@ class Epilogue {
       out_scale_[r] = C::kHasDropout ? result[r].factor * p_.dropout.keep_scale : result[r].factor;
       lse[r] = result[r].lse;
     }
-    if constexpr (C::kFp8) {
+    if constexpr (C::kHasDescales) {
       // 0, or NaN where the product of the descales is negative, infinite or NaN.
       const float nan_or_zero = t.qk_descale < 0.f ? CUDART_NAN_F : t.qk_descale * 0.f;
 #pragma unroll

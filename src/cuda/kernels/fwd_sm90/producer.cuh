@@ -76,8 +76,10 @@ class Producer {
         const int key = kv_tile(t, i) * C::kKeys + first, n = a_.pages.page_size.quotient(key);
         row = key - n * static_cast<int>(a_.pages.page_size.value);
         page = -1;
-        if (i < t.kv_tiles && key + (1 << box_log2) > seen.begin && key < seen.end)
-          page = p.page_table[opaque(t.k_batch) * p.page_table_batch_stride + n * p.page_table_page_stride];
+        if (i >= t.kv_tiles || key + (1 << box_log2) <= seen.begin || key >= seen.end) return;
+        page = opaque(t.k_batch);  // a sequence of contiguous keys is a page
+        if (!C::kHasDescales || p.page_table != nullptr)
+          page = p.page_table[page * p.page_table_batch_stride + n * p.page_table_page_stride];
       };
       int page, row;
       find(0, page, row);

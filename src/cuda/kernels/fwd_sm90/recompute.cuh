@@ -19,15 +19,14 @@
 
 namespace fa::cuda::sm90 {
 
-// The factor from scores (in RawUnit) to exponents of two. fp8: with the descales of q and k. A masked score is -inf, which must not be
+// The factor from scores (in RawUnit) to exponents of two, with the descales of q and k. A masked score is -inf, which must not be
 // multiplied by 0 or NaN: for such descales the factor is tiny, and the epilogue puts NaN where it belongs.
 template <class C, class WorkTile>
 __device__ __forceinline__ float score_scale(const ForwardParams &a, const WorkTile &t) {
   if constexpr (C::kHasScoreText && ScoreText::kScores) return kLog2e;
   if constexpr (C::kHasScoreMod) return a.raw.factor;
-  if constexpr (!C::kFp8) return exponent_scale(a.problem);
-  const float x = t.qk_descale * a.problem.softmax_scale * kLog2e;
-  return x > 0.f ? x : 1e-30f;
+  if constexpr (!C::kHasDescales) return exponent_scale(a.problem);
+  return fmaxf(t.qk_descale * exponent_scale(a.problem), 1e-30f);  // of a NaN the other number
 }
 
 template <class C>

@@ -141,17 +141,19 @@ __device__ __forceinline__ bool describe_work_tile(const ForwardParams &a, const
       t.k_row = static_cast<int>(k.start);
       t.k_batch = p.k_lengths.cu != nullptr ? 0 : place.batch;  // with pages the sequence, whose page table it is
     }
-    if constexpr (C::kFp8) {
+    if constexpr (C::kHasDescales) {
       const int head = a.group.quotient(place.head);
       const auto descale = [&](const Operand &x) {
         return x.data != nullptr ? static_cast<const float *>(x.data)[place.batch * x.batch_stride + head * x.head_stride]
                                  : 1.f;
       };
-      const float qk = descale(a.q_descale.factors) * descale(a.k_descale.factors), v = descale(a.v_descale.factors);
+      const float k_descale = descale(a.k_descale.factors), v_descale = descale(a.v_descale.factors),
+                  qk_descale =
+                      C::kFp8 ? descale(a.q_descale.factors) * k_descale : fabsf(k_descale);  // a copy of K has the sign
       if (lane == 0) {
-        t.v_key = p.k_lengths.cu != nullptr ? static_cast<int>(transposed_v_key(k.start, place.batch)) : 0;
-        t.qk_descale = qk;
-        t.v_descale = v;
+        if (C::kFp8) t.v_key = p.k_lengths.cu != nullptr ? static_cast<int>(transposed_v_key(k.start, place.batch)) : 0;
+        t.qk_descale = qk_descale;
+        t.v_descale = v_descale;
       }
     }
   }

@@ -21,7 +21,7 @@ struct ForwardWorkTile {
   int q_row, q_batch, k_row, k_batch;  // TMA coordinates of the tile's first row of Q, and of the sequence's first key
   HeadTerms head;                      // in the unit of q k^T
   int v_key;                           // fp8: the sequence's first key in the transposed copy of V (transposed_v.h)
-  float qk_descale, v_descale;         // fp8: descale of q times descale of k; descale of v
+  float qk_descale, v_descale;         // 8-bit operands: descale of q times descale of k; descale of v
   int head_q, head_k;
   int row0, seqlen_q, seqlen_k;   // row0 is the tile's first row, counted within the sequence
   int unused_end;                 // rows [seqlen_q, unused_end) are beyond the used length; the tile zeroes their out

@@ -7,7 +7,7 @@
 #include "cuda/common/kv_loader.cuh"
 #include "cuda/common/mask.cuh"
 #include "cuda/common/sequence_rows.h"
-#include "cuda/kernels/fwd_sm90_wide/widened_kv.h"
+#include "cuda/kernels/fwd_sm90/widened_kv.h"
 
 namespace fa::cuda::sm90 {
 namespace {

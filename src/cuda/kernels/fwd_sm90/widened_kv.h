@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The copy of 8-bit K and V in the type of the queries, for the forward kernels of wide heads: its kernel's parameters.
+// The copy of 8-bit K and V in the type of the queries, for forward kernels that read pages: its kernel's parameters.
 #pragma once
 
 #include "core/forward_problem.h"
