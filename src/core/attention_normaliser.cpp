@@ -189,8 +189,8 @@ fa_status AttentionNormaliser::options() {
   }
   p_.fp32_products = a_.flags & FA_FLAG_FP32_PRODUCTS;
   p_.same_bits = a_.flags & FA_FLAG_SAME_BITS;
-  p_.deterministic = p_.same_bits || (a_.flags & FA_FLAG_DETERMINISTIC);
   p_.batch_invariant = p_.same_bits || (a_.flags & FA_FLAG_BATCH_INVARIANT);
+  p_.deterministic = p_.batch_invariant || (a_.flags & FA_FLAG_DETERMINISTIC);
   if (!std::isfinite(a_.softmax_scale) || a_.softmax_scale < 0) {
     return fail(error_, FA_ERROR_INVALID_ARGUMENT,
                 "softmax_scale is %g; it must be finite and not negative (0 = 1/sqrt(head_dim))", double{a_.softmax_scale});

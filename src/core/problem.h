@@ -236,7 +236,7 @@ struct Problem {
 
   int32_t num_splits = 0;
   bool deterministic = false;
-  bool batch_invariant = false;
+  bool batch_invariant = false;  // which is deterministic, too
   bool same_bits = false;
   bool fp32_products = false;
 

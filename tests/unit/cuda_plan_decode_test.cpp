@@ -279,7 +279,7 @@ TEST(CudaPlan, LatentWorkspace) {
       }
       EXPECT_EQ(plan.cluster, batch == 64 && heads < 128 ? 2 : 0) << "pairs where an item has two shares";
       EXPECT_GE(plan.workspace_bytes, static_cast<size_t>((plan.max_partitions << plan.coscheduled_log2) * 64) * (512 + 2) * 4);
-      p.batch_invariant = true;
+      p.batch_invariant = p.deterministic = true;
       const ForwardPlan pieces = forward_plan(p, h200());
       EXPECT_EQ(pieces.cluster, 0);
       EXPECT_EQ(pieces.counters, batch * plan.row_blocks);
@@ -302,7 +302,7 @@ TEST(CudaPlan, DecodeKernels) {
       {"a window", [](MaskedProblem &p) { p.band.left = 100, p.band.right = 0; }},
       {"lengths on the device", [](MaskedProblem &p) { p.q_lengths.cu = p.k_lengths.cu = &unreadable; }},
       {"splits", [](MaskedProblem &p) { p.num_splits = 2; }},
-      {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = true; }},
+      {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = p.deterministic = true; }},
       {"32 rows", [](MaskedProblem &p) { p.q_lengths.max_len = 8; }},
       {"out that does not start on 16 bytes", [](MaskedProblem &p) { p.out.seq_stride = 129; }},
   };
@@ -325,7 +325,7 @@ TEST(CudaPlan, DecodeKernels) {
       {"rows that are not whole 16-byte vectors", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 127; }},
       {"head_dim 264", [](MaskedProblem &p) { p.head_dim = 264; }},
       {"a sequence's own queries unknown, batch-invariant",
-       [](MaskedProblem &p) { p.batch_invariant = true, p.q_lengths.cu = &unreadable; }},
+       [](MaskedProblem &p) { p.batch_invariant = p.deterministic = true, p.q_lengths.cu = &unreadable; }},
   };
   for (const auto &[text, change] : others) {
     MaskedProblem p = plain;
@@ -405,7 +405,7 @@ TEST(CudaPlan, DecodeByClusters) {
   p.num_splits = 4;
   EXPECT_EQ(cluster(), 0);
   p.num_splits = 0;
-  p.batch_invariant = true;
+  p.batch_invariant = p.deterministic = true;
   EXPECT_EQ(cluster(), 0);
   p.batch_invariant = false;
   p.q_lengths.max_len = 4;
@@ -433,7 +433,7 @@ TEST(CudaPlan, DecodeWithMuchToDo) {
       EXPECT_EQ(kernel_name(p, forward_plan(p, h200())),
                 "decode_fwd_bf16_d128_" + rows + (batch == 32 ? "_split" : "x12_split"));
     }
-    p.batch_invariant = true;
+    p.batch_invariant = p.deterministic = true;
     EXPECT_EQ(kernel_name(p, forward_plan(p, h200())), "decode_fwd_bf16_d128_" + rows + "_split");
     p.batch_invariant = false;
   }
@@ -491,7 +491,7 @@ TEST(CudaPlan, PromptsInPages) {
       {"extend_fwd_bf16_d128", 4096, 8, 8, 128, 24, [](MaskedProblem &) {}},
       {"sm90_fwd_bf16_d128gp", 4096, 8, 8, 128, 16, [](MaskedProblem &p) { p.softcap = 5; }},
       {"sm90_fwd_bf16_d64gp", 4096, 8, 8, 64, 16, [](MaskedProblem &p) { p.softcap = 5; }},
-      {"extend_fwd_bf16_d128", 4096, 8, 8, 128, 16, [](MaskedProblem &p) { p.batch_invariant = true; }},
+      {"extend_fwd_bf16_d128", 4096, 8, 8, 128, 16, [](MaskedProblem &p) { p.batch_invariant = p.deterministic = true; }},
       {"extend_fwd_bf16_d128", 4096, 8, 8, 128, 16, [](MaskedProblem &p) { p.num_splits = 3; }},
   };
   for (const auto &c : cases) {
@@ -617,7 +617,7 @@ TEST(CudaPlan, ExtendKernels) {
       {"rows that are not whole 16-byte vectors", [](MaskedProblem &q) { q.head_dim = q.head_dim_v = 124; }},
       {"head_dim 264", [](MaskedProblem &q) { q.head_dim = 264; }},
       {"a sequence's own queries unknown, batch-invariant",
-       [](MaskedProblem &q) { q.batch_invariant = true, q.q_lengths.cu = &unreadable; }},
+       [](MaskedProblem &q) { q.batch_invariant = q.deterministic = true, q.q_lengths.cu = &unreadable; }},
   };
   for (const auto &[text, change] : others) {
     MaskedProblem other = p;

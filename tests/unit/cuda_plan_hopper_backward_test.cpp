@@ -46,6 +46,43 @@ TEST(CudaPlanHopper, BackwardOfNarrowBlocks) {
   EXPECT_EQ(kernel(64, 500, 128), "d64b") << "too small for a second pass";
 }
 
+// The kernel of a batch-invariant backward depends on no length and number: it has a NaN-safe path, and adds to dq in order.
+TEST(CudaPlanHopper, BatchInvariantBackward) {
+  for (const auto &[head_dim, head_dim_v, kernel] : {std::tuple<int64_t, int64_t, const char *>{64, 64, "d64"},
+                                                     {96, 96, "d96"},
+                                                     {128, 128, "d128"},
+                                                     {192, 128, "d192_128"},
+                                                     {192, 192, "d192"},
+                                                     {256, 256, "d256o"},
+                                                     {320, 320, "d320"},
+                                                     {512, 512, "d512"}}) {
+    for (const int64_t batch : {1, 2, 50}) {
+      for (const int64_t length : {1, 70, 1000, 2049, 16384}) {
+        for (const bool causal : {false, true}) {
+          for (const bool packed : {false, true}) {
+            BackwardProblem b = backward_of(problem(length, length, head_dim, head_dim_v));
+            MaskedProblem &p = b.forward;
+            p.batch = batch;
+            p.batch_invariant = p.deterministic = true;
+            if (causal) p.band.right = 0;
+            if (packed) {
+              p.q_lengths.cu = p.k_lengths.cu = &unreadable;
+              p.q_lengths.total = p.k_lengths.total = batch * length;
+            }
+            const BackwardPlan plan = backward_plan(b, h200());
+            ASSERT_EQ(plan.family, Family::sm90) << head_dim;
+            EXPECT_STREQ(kernel_of(plan).name, kernel) << batch << " x " << length;
+            EXPECT_LT(plan.nan_safe_shape, 0);
+            EXPECT_FALSE(plan.cyclic);
+            EXPECT_EQ(plan.split_tiles, 0);
+            EXPECT_FALSE(plan.zero_dq_sum) << "the first work tile stores";
+          }
+        }
+      }
+    }
+  }
+}
+
 TEST(CudaPlanHopper, HopperBackwardKernels) {
   const auto family = [](const BackwardProblem &b, const Device &device = h200()) { return backward_plan(b, device).family; };
   const BackwardProblem plain = backward_of(problem(1000, 1000, 128));
@@ -54,7 +91,6 @@ TEST(CudaPlanHopper, HopperBackwardKernels) {
   without.sm90 = false;
   EXPECT_EQ(family(plain, without), Family::sm80);
   const std::vector<std::pair<const char *, void (*)(BackwardProblem &)>> others = {
-      {"batch-invariant", [](BackwardProblem &b) { b.forward.batch_invariant = true; }},
       {"bias that TMA cannot read", [](BackwardProblem &b) { set_bias(b.forward, 3); }},
       {"q at an odd address", [](BackwardProblem &b) { b.forward.q.data = static_cast<char *>(b.forward.q.data) + 2; }},
       {"rows of dout that do not start on 16 bytes", [](BackwardProblem &b) { b.dout.seq_stride = 129; }},

@@ -54,7 +54,7 @@ TEST(CudaPlanHopper, HopperKernels) {
          p.page_table = reinterpret_cast<const int32_t *>(&unreadable);
        }},
       {"splits", [](MaskedProblem &p) { p.num_splits = 2; }},
-      {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = true; }},
+      {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = p.deterministic = true; }},
       {"a stride that TMA cannot express", [](MaskedProblem &p) { p.v.batch_stride = int64_t{1} << 40; }},
       {"few queries of heads that share keys", [](MaskedProblem &p) { p.q_lengths.max_len = 64, p.num_splits = 1; }},
       {"few blocks and many keys",

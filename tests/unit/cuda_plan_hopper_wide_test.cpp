@@ -102,7 +102,7 @@ TEST(CudaPlanHopper, PagesOfWideHeads) {
   const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
       {"pages of 8", [](MaskedProblem &p) { set_pages(p, 8); }},
       {"rows that end within a swizzle atom", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 328, set_pages(p, 64); }},
-      {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = true; }},
+      {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = p.deterministic = true; }},
       {"left padding", [](MaskedProblem &p) { set_starts(p); }},
       {"more steps of pages and heads than TMA counts",
        [](MaskedProblem &p) { p.num_pages = INT32_MAX, p.k.batch_stride += 8; }},

@@ -31,7 +31,7 @@ TEST(CudaPlan, ForwardModeDerivative) {
   EXPECT_STRNE(plan_of(p).reason, "");
   // What changes neither the tiles nor their order of work does not change the plan's kernel.
   for (void (*set)(MaskedProblem &) :
-       {+[](MaskedProblem &x) { x.batch_invariant = true; }, +[](MaskedProblem &x) { set_starts(x); },
+       {+[](MaskedProblem &x) { x.batch_invariant = x.deterministic = true; }, +[](MaskedProblem &x) { set_starts(x); },
         +[](MaskedProblem &x) { x.deterministic = true; }, +[](MaskedProblem &x) { x.band.right = 0; }}) {
     MaskedProblem other = p;
     set(other);

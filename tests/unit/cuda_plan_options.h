@@ -48,7 +48,7 @@ inline std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> options()
          p.dropout.threshold = 6554;
        }},
       {"deterministic", [](MaskedProblem &p) { p.deterministic = true; }},
-      {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = true; }},
+      {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = p.deterministic = true; }},
   };
 }
 

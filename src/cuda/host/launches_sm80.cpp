@@ -26,7 +26,7 @@ ScoreTextParams<BackwardParams> &make_params(const BackwardProblem &b, const Bac
   params.vector_k = plan.vector.k;
   params.vector_v = plan.vector.v;
   params.vector_dout = plan.vector.dout;
-  params.deterministic = p.deterministic || p.batch_invariant;
+  params.deterministic = p.deterministic;
   params.mask_size_q = divisor(p.block_mask.size_q);
   params.mask_size_k = divisor(p.block_mask.size_k);
   params.raw = raw_unit(p);

@@ -137,12 +137,12 @@ bool does_without_nan_safe_path(const MaskedProblem &p, const Device &device, co
 }
 
 // Where all main loops are equally long, the work tiles of the last round, which are fewer than the CTAs, are divided among them. Shorter main
-// loops would lose by it, and deterministic and batch-invariant sums must not depend on the number of a work tile.
+// loops would lose by it, and deterministic sums must not depend on the number of a work tile.
 void split_tail(const MaskedProblem &p, int64_t ctas, const sm90::BackwardShape &shape, BackwardPlan &plan) {
   constexpr int64_t kFewestQTiles = 16, kMostSplits = 8, kConsumerWarps = 8;
   const int64_t tiles = p.batch * p.heads_k * plan.key_blocks, last = tiles % std::max<int64_t>(ctas, 1);
-  if (!shows_all_pairs(p) || p.k_lengths.max_len == 0 || p.deterministic || p.batch_invariant || p.group != 1 || tiles < ctas ||
-      last == 0 || last * 10 > ctas * 9)
+  if (!shows_all_pairs(p) || p.k_lengths.max_len == 0 || p.deterministic || p.group != 1 || tiles < ctas || last == 0 ||
+      last * 10 > ctas * 9)
     return;
   if (plan.q_tiles < kFewestQTiles || (ctas + 1) * last * plan.q_tiles > INT32_MAX) return;
   plan.split_tiles = static_cast<int32_t>(last);

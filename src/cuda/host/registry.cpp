@@ -175,10 +175,11 @@ constexpr auto kRows = concatenate(
             [](KernelRow &row, const sm90::BackwardShape &shape) {
               row.set = "sm90_bwd";
               row.scores = shape.scores | hopper_text(shape, shape.blocks() > 1);
-              // Not batch-invariant: whether TMA can read a tensor depends on the batch's strides and lengths.
+              // The choice of a shape without a NaN-safe path depends on the batch's lengths, and its second pass on all of its numbers.
               // CTAs with gradients of their own store them in the type of the operands alone.
               row.features = kSeparateV | kLeftPadding | (shape.design == sm90::Design::separate ? 0 : kFp32KeyGradients) |
-                             (shape.scored() ? 0 : kPlainScores) | (shape.ordered ? kDeterministic : 0);
+                             (shape.scored() ? 0 : kPlainScores) | (shape.ordered ? kDeterministic : 0) |
+                             (shape.nan_safe ? kBatchInvariant | kBatchInvariantVarlenQ : 0);
               row.rows = shape.keys();
             }),
     rows_of(sm90_fp32::kBackwardShapes, Family::sm90_fp32, Pass::backward,

@@ -356,7 +356,7 @@ std::string kernel_name(const Problem &p, const ForwardPlan &plan) {
 std::string kernel_name(const BackwardProblem &b, const BackwardPlan &plan) {
   if (plan.family == Family::none) return "none";
   const Problem &p = b.forward;
-  const bool ordered = (p.deterministic || p.batch_invariant) && plan.family != Family::simt;
+  const bool ordered = p.deterministic && plan.family != Family::simt;
   return kernel_name(kernel_of(plan), p.q.dtype, p.k.dtype, p.out.dtype) + (plan.scored ? "_score" : "") +
          (ordered ? "_ordered" : "");
 }
