@@ -238,7 +238,7 @@ SameBitsSequence make_sequence(const SameBitsProblem &p, Rng &rng) {
   });
   s.k = fill(rng, p.key_dtype, p.rows, p.heads_k, p.head_dim, [&](int64_t j, int64_t, double x) {
     if (kind == Numbers::kRising && !bytes) return 0.3 * x + 0.1 * static_cast<double>(j / 64);
-    if (kind == Numbers::kSpikes && (j % 256 == 0 || j % 256 == 255)) return 5 * x;
+    if (kind == Numbers::kSpikes && (j % 256 == 0 || j % 256 == 255)) return (bytes ? 40 : 5) * x;
     if (kind == Numbers::kExtreme && j % 7 == 2) return x * (bytes ? 8 : narrow ? 1000 : 0x1p66);
     if (kind == Numbers::kExtreme && j % 7 == 4) return x * (narrow ? 1e-6 : 1e-39);
     return x;

@@ -95,6 +95,56 @@ TEST(CudaPlan, SameBitsOfFewSequencesHaveClusters) {
   }
 }
 
+// One token over 8-bit KV of more than 64 columns, at most 16 heads of a key head, plain scores: consumer warps share tiles of 16 rows. A CTA folds
+// whole work tiles, the combine kernel the others, for whose segments there is room.
+TEST(CudaPlan, SameBitsOfTokensOver8BitKv) {
+  const auto plan_of = [](int64_t batch, int64_t keys, const std::function<void(MaskedProblem &)> &set = {}) {
+    MaskedProblem p = problem(1, keys, 128);
+    p.batch = batch;
+    p.heads_k = 8;
+    p.group = 8;
+    p.k.dtype = p.v.dtype = Dtype::e4m3;
+    p.same_bits = p.batch_invariant = p.deterministic = true;
+    if (set) set(p);
+    p.heads_q = p.heads_k * p.group;
+    return forward_plan(p, h200());
+  };
+  for (const int64_t batch : {1, 3, 8, 32, 90}) {
+    for (const int64_t keys : {1, 1024, 1025, 8192, 40000}) {
+      const ForwardPlan plan = plan_of(batch, keys);
+      ASSERT_EQ(plan.family, Family::extend);
+      const extend::Shape &shape = extend::kShapes[plan.shape];
+      EXPECT_TRUE(shape.one_token()) << batch << " x " << keys;
+      EXPECT_EQ(shape.rows(), 16);
+      EXPECT_LE(plan.blocks, h200().multiprocessors);
+      EXPECT_EQ(plan.counters, 0);
+      EXPECT_EQ(plan.stored_segments, 0);
+      const int64_t segments = batch * 8 * ((keys + 1023) / 1024);
+      EXPECT_GE(plan.workspace_bytes, static_cast<size_t>(segments * 16 * (128 + 2) * 4));
+    }
+  }
+  // One work tile for each CTA: none is cut.
+  EXPECT_EQ(plan_of(16, 8192).combine_ctas, 0);
+  EXPECT_GT(plan_of(1, 8192).combine_ctas, 0);
+  for (const auto &[head_dim, head_dim_v] : {std::pair{16, 16}, {64, 64}, {80, 48}, {64, 128}}) {
+    const ForwardPlan plan = plan_of(4, 8192, [&](MaskedProblem &p) { p.head_dim = head_dim, p.head_dim_v = head_dim_v; });
+    EXPECT_EQ(extend::kShapes[plan.shape].one_token(), std::max(head_dim, head_dim_v) > 64)
+        << head_dim << " and " << head_dim_v;
+  }
+  EXPECT_TRUE(extend::kShapes[plan_of(4, 8192, [](MaskedProblem &p) { p.k.dtype = p.v.dtype = Dtype::i8; }).shape].one_token());
+  for (const auto &set : std::vector<std::function<void(MaskedProblem &)>>{
+           [](MaskedProblem &p) { p.q_lengths.max_len = 2; },
+           [](MaskedProblem &p) { p.group = 17; },
+           [](MaskedProblem &p) { p.softcap = 5; },
+           [](MaskedProblem &p) { p.k.dtype = p.v.dtype = Dtype::bf16; },
+           [](MaskedProblem &p) { p.batch = 600, p.k_lengths.max_len = 131072; },  // 5 GB of segments
+           [](MaskedProblem &p) { p.same_bits = false; },
+       }) {
+    const ForwardPlan plan = plan_of(4, 8192, set);
+    EXPECT_FALSE(plan.family == Family::extend && extend::kShapes[plan.shape].one_token());
+  }
+}
+
 MaskedProblem latent_same_bits(int64_t batch, int64_t queries, int64_t keys, int64_t heads, int64_t head_dim = 576) {
   MaskedProblem p = problem(queries, keys, head_dim, std::min<int64_t>(head_dim, 512));
   p.batch = batch;

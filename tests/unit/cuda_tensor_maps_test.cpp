@@ -119,6 +119,9 @@ TEST_F(CudaTensorMaps, KeysAndValues) {
   EXPECT_EQ(told.strides, (Numbers{512, 128, 128, 1 << 20}));
   EXPECT_EQ(told.box, (Numbers{128, 16, 1, 1, 1}));
   EXPECT_EQ(told.swizzle, CU_TENSOR_MAP_SWIZZLE_NONE);
+  ASSERT_EQ(describe_kv(driver_, "k", p_, p_.k, p_.head_dim, 128, 16, map_, error_, /*swizzles_bytes=*/true), FA_OK);
+  EXPECT_EQ(told.box, (Numbers{128, 16, 1, 1, 1}));
+  EXPECT_EQ(told.swizzle, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 // Eight rows of all columns of a box come before the next eight; pages and heads are one dimension.

@@ -17,9 +17,12 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.totals = reinterpret_cast<float4 *>(static_cast<char *>(memory.workspace) + plan.totals_offset);
   params.tma_kv = plan.tma_kv;
   if (plan.tma_kv) {
-    FA_RETURN_IF_ERROR(describe_kv(memory.driver, "k", p, p.k, p.head_dim, shape.box_columns(), kBoxRows, params.k_map, error));
-    FA_RETURN_IF_ERROR(
-        describe_kv(memory.driver, "v", p, p.v, p.head_dim_v, shape.box_columns(), kBoxRows, params.v_map, error));
+    const auto describe = [&](const char *name, const Operand &tensor, int64_t columns, CUtensorMap &map) {
+      return describe_kv(memory.driver, name, p, tensor, columns, shape.box_columns(), kBoxRows, map, error,
+                         /*swizzles_bytes=*/shape.one_token());
+    };
+    FA_RETURN_IF_ERROR(describe("k", p.k, p.head_dim, params.k_map));
+    FA_RETURN_IF_ERROR(describe("v", p.v, p.head_dim_v, params.v_map));
   }
   const decode::Kernels instance = kernels(plan.shape, p.q.dtype, p.k.dtype);
   launches.add("extend kernel",

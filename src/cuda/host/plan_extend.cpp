@@ -56,6 +56,18 @@ bool plan_clusters(const ForwardProblem &p, const Needs &needs, const Device &de
   return false;
 }
 
+// FA_FLAG_SAME_BITS with one token over 8-bit K and V: the kernel that widens them in registers, or -1. Few columns stay with the kernels for them.
+int32_t find_one_token(const ForwardProblem &p, const Needs &needs, const Device &device, std::span<const KernelRow> kernels) {
+  for (int32_t n = 0; n < extend::kNumShapes; ++n) {
+    const extend::Shape &shape = extend::kShapes[n];
+    if (shape.one_token() && std::max(p.head_dim, p.head_dim_v) > 64 &&
+        can_run(kernels[static_cast<size_t>(n)], needs, device) && p.q_lengths.max_len * p.group <= shape.rows() &&
+        segment_bytes(p, shape) <= kMostSegmentBytes)
+      return n;
+  }
+  return -1;
+}
+
 }  // namespace
 
 bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
@@ -71,11 +83,12 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   const std::span<const KernelRow> kernels = candidates(Family::extend, Pass::forward, needs);
   if (kernels.empty()) return false;
   if (p.same_bits && plan_clusters(p, needs, device, kernels, plan)) return true;
-  int32_t found = 0;
-  for (; found < extend::kNumShapes; ++found) {
+  int32_t found = p.same_bits ? find_one_token(p, needs, device, kernels) : -1;
+  const bool one_token = found >= 0;
+  for (found = std::max(found, 0); !one_token && found < extend::kNumShapes; ++found) {
     if (!can_run(kernels[static_cast<size_t>(found)], needs, device)) continue;
     const bool few_tiles = has_few(p.batch * p.heads_k * ceil_div(rows, kShapes[found].rows()));
-    if (kShapes[found].same_bits != p.same_bits || kShapes[found].clustered) continue;
+    if (kShapes[found].same_bits != p.same_bits || kShapes[found].clustered || kShapes[found].one_token()) continue;
     // Under FA_FLAG_SAME_BITS the combine kernel has a partial for each segment of every work tile.
     const bool combines = few_tiles && (!p.same_bits || segment_bytes(p, kShapes[found]) <= kMostSegmentBytes);
     if (kShapes[found].uses_combine_kernel == (!splits_by_sequence(p) && combines)) break;
@@ -125,7 +138,7 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   if (plan.fixed_splits > 0) plan.blocks = work.tiles * plan.fixed_splits;
   // No combine CTA finds room beside this kernel's, and partials are large: as many CTAs as an SM holds.
   if (shape.uses_combine_kernel) plan_combine(work, p, rows, decode::kCombineMinCtas * int64_t{device.multiprocessors}, plan);
-  if (shape.same_bits && !extend::total_is_shared(shape.head_dim, shape.stages_8bit))
+  if (shape.same_bits && !shape.one_token() && !extend::total_is_shared(shape.head_dim, shape.stages_8bit))
     reserve_totals(shape.rows(), shape.head_dim, plan);
   // Few rows wait for memory alone, which cp.async reads faster in whole rows than TMA in atoms. With more rows wgmma wants the issue slots
   // that cp.async takes; and with 8-bit K and V the producer warps want them, for widening.

@@ -133,12 +133,12 @@ constexpr auto kRows = concatenate(
               row.set = kv_8bit ? "extend_8bit_fwd" : "extend_fwd";
               row.any_dtype = kv_8bit;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
-              row.scores = kSoftcapAlibi;
+              row.scores = shape.one_token() ? kPlain : kSoftcapAlibi;
               row.features = kCacheFeatures | kSeparateV |
                              (shape.same_bits ? kSameBits | kBatchInvariantVarlenQ
                               : kv_8bit       ? 0
                                               : kLeftPadding);
-              if (shape.clustered) row.max_queries = 1;
+              if (shape.clustered || shape.one_token()) row.max_queries = 1;
             }),
     rows_of(mla::kShapes, Family::mla, Pass::forward,
             [](KernelRow &row, const mla::Shape &shape) {

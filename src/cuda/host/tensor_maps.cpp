@@ -98,7 +98,7 @@ fa_status describe_rows(const Driver &driver, const char *name, const Operand &t
 }
 
 fa_status describe_kv(const Driver &driver, const char *name, const Problem &p, const Operand &t, int64_t head_dim,
-                      int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error) {
+                      int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error, bool swizzles_bytes) {
   const KvRows rows(p);
   Description d = by_atoms(t, head_dim, rows.count, p.heads_k, rows.batches,
                            box_columns / static_cast<int32_t>(atom_columns(t.dtype)), box_rows);
@@ -107,7 +107,7 @@ fa_status describe_kv(const Driver &driver, const char *name, const Problem &p, 
     d.sizes[2] = 1;
     d.strides[1] = d.box[0] = box_columns;
     d.box[2] = 1;
-    d.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
+    if (!swizzles_bytes) d.swizzle = CU_TENSOR_MAP_SWIZZLE_NONE;
   }
   return encode(driver, name, t.data, d, map, error);
 }

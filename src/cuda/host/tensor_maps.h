@@ -21,10 +21,10 @@ fa_status describe_rows(const Driver &driver, const char *name, const Operand &t
                         ErrorText &error);
 
 // K or V as (batch or pages, heads, swizzle atoms of 64 columns, rows, 64), in boxes of `box_rows` rows of one head and `box_columns` columns,
-// which may be several atoms. 8-bit K and V are one unswizzled atom of all columns. Rows of 16 bits that do not end with an atom are one atom of
-// all columns too, in boxes of 64.
+// which may be several atoms. 8-bit K and V are one atom of all columns, with the 128-byte swizzle if `swizzles_bytes`: then boxes have 128 columns.
+// Rows of 16 bits that do not end with an atom are one atom of all columns too, in boxes of 64.
 fa_status describe_kv(const Driver &driver, const char *name, const Problem &problem, const Operand &tensor, int64_t head_dim,
-                      int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error);
+                      int32_t box_columns, int32_t box_rows, CUtensorMap &map, ErrorText &error, bool swizzles_bytes = false);
 
 // 8-bit K or V as (batch or pages, heads, atoms of 64 columns, rows, 64), with the 64-byte swizzle or none, in boxes of `box_rows` rows of one
 // head and `box_columns` columns. head_dim is a multiple of 64.

@@ -140,10 +140,16 @@ void add_same_bits_cases(std::vector<Case> &all) {
   }
   // ... and one token over few sequences, whose segments teams of CTAs share: lengths on the device, one to three segments, more and fewer than
   // eight rows.
-  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+  // Keys of 8 bits and 128 columns: a kernel of its own.
+  for (const auto &[dtype, key_dtype] :
+       {std::pair{FA_FLOAT16, FA_FLOAT16}, {FA_BFLOAT16, FA_BFLOAT16}, {FA_FLOAT16, FA_INT8}, {FA_BFLOAT16, FA_FLOAT8_E4M3}}) {
     for (const int64_t head_dim : {64, 128}) {
       for (const int64_t group : {2, 12}) {
         Case c = forward_only("every kernel for same bits of tokens", all, dtype, head_dim);
+        if (key_dtype != dtype) {
+          c.key_dtype = key_dtype;
+          c.descale = 1;
+        }
         c.flags = FA_FLAG_SAME_BITS;
         c.batch = 4;
         c.heads_k = 2;

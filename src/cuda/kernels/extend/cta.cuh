@@ -33,8 +33,13 @@ struct Config {
   static constexpr bool k8BitKv = kFormat != Format::same;
   using Element = Element_;  // of the MMA operands; also of Q and out, except with 8-bit KV
   using KvElement = std::conditional_t<k8BitKv, uint8_t, Element>;
-  static constexpr int kD = kD_, kDv = kD, kConsumerWarpgroups = kConsumerWarpgroups_, kKvTile = kKvTile_, kStages = kStages_;
-  static constexpr int kRows = kConsumerWarpgroups * kWarpgroupRows, kThreads = (kConsumerWarpgroups + 1) * 128;
+  // For one token: consumer warps widen 8-bit KV in registers (token_8bit.cuh). In other kernels producer warps widen it in shared memory.
+  static constexpr bool kOneToken = kStages_ == 0, kWidens = k8BitKv && !kOneToken;
+  static constexpr int kD = kD_, kDv = kD, kConsumerWarpgroups = kConsumerWarpgroups_, kKvTile = kKvTile_,
+                       kStages = kOneToken ? kStages8Bit_ : kStages_;
+  static constexpr int kConsumerWarps = kConsumerWarpgroups * 4;
+  static constexpr int kRows = kOneToken ? extend::kWarpRows : kConsumerWarpgroups * kWarpgroupRows,
+                       kThreads = (kConsumerWarpgroups + 1) * 128;
   // Segments of keys (segments.cuh).
   static constexpr bool kSameBits = kSameBits_;
   static constexpr int kSegmentTiles = kSegmentKeys / kKvTile;
@@ -47,22 +52,24 @@ struct Config {
                        kPartialsInFlight = kSameBits ? 8 : 6;
   // A run of 16 keys is the height of a TMA box and the K dimension of one P V wgmma.
   static constexpr int kRun = 16, kRuns = kKvTile / kRun;
-  static constexpr int kAtoms = kD / 64, kAtomBytes = kKvTile * 128, kTileBytes = kAtoms * kAtomBytes;  // of K or of V
-  static constexpr int kPitch = kD * static_cast<int>(sizeof(KvElement));                               // bytes of a key
+  static constexpr int kAtoms = kOneToken ? kD / 128 : kD / 64, kAtomBytes = kKvTile * 128,
+                       kTileBytes = kAtoms * kAtomBytes;                   // of K or of V
+  static constexpr int kPitch = kD * static_cast<int>(sizeof(KvElement));  // bytes of a key
   static constexpr int kProducerWarps = extend::kProducerWarps;
   static constexpr int kWarpKeys = kKvTile / kProducerWarps;  // each producer warp loads a quarter of the keys of every tile
   static constexpr int kStages8Bit = kStages8Bit_;
   // per thread; in total what three warpgroups of 168 registers have
   static constexpr int kProducerRegisters = k8BitKv && kD == 64 ? 56 : 40,
                        kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
-  using Storage = SharedStorage<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>;
+  using Storage = SharedStorage<kD, kConsumerWarpgroups, kKvTile, kStages_, kStages8Bit>;
   using Totals = SegmentTotals<kD, kConsumerWarpgroups, kStages8Bit>;
   static constexpr bool kTotalIsShared = total_is_shared(kD, kStages8Bit);
-  static constexpr int kTotalsOffset = segment_totals_offset<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>();
-  static constexpr int kSharedBytes = storage_bytes_of<kD, kConsumerWarpgroups, kKvTile, kStages, kStages8Bit>(kSameBits);
+  static constexpr int kTotalsOffset = segment_totals_offset<kD, kConsumerWarpgroups, kKvTile, kStages_, kStages8Bit>();
+  static constexpr int kSharedBytes = storage_bytes_of<kD, kConsumerWarpgroups, kKvTile, kStages_, kStages8Bit>(kSameBits);
   static_assert(!kSameBits || kKvTile == segment_tile_keys(kD));
   static constexpr bool kHoldsQ = holds_q_in_registers(kD);  // in registers
   static_assert(kWarpKeys % kRun == 0 && kWarpKeys <= 32 && k8BitKv == (kStages8Bit > 0));
+  static_assert(!kOneToken || (kSameBits && kUsesCombineKernel && kD == 128));
 };
 
 template <class C>
@@ -110,24 +117,33 @@ class Cta {
     return reinterpret_cast<WorkUnitDescriptor *>(smem_base_ + offsetof(typename C::Storage, descriptor))[n];
   }
 
-  // With 8-bit KV only.
+  // Kernels that widen 8-bit KV only.
   __device__ __forceinline__ uint32_t kv_8bit(int stage) const {
-    if constexpr (!C::k8BitKv)
+    if constexpr (!C::kWidens)
       return 0;
     else
       return smem_ + offsetof(typename C::Storage, kv_8bit) + stage * C::kKvTile * C::kD;
   }
   __device__ __forceinline__ uint32_t full_8bit(int stage, int warp) const {
-    if constexpr (!C::k8BitKv)
+    if constexpr (!C::kWidens)
       return 0;
     else
       return smem_ + offsetof(typename C::Storage, full_8bit) + (stage * C::kProducerWarps + warp) * 8;
   }
   __device__ __forceinline__ uint32_t row_scale(int row) const {
-    if constexpr (!C::k8BitKv)
+    if constexpr (!C::kWidens)
       return 0;
     else
       return smem_ + offsetof(typename C::Storage, row_scale) + row * 4;
+  }
+
+  // Kernels for one token only. Of this lane, 16 bytes beside those of the other lanes: a warp's Q of 16 columns, and the scores of its row r and 16 keys,
+  // run `run` of a tile.
+  __device__ __forceinline__ uint32_t q_operand(int warp, int step) const {
+    return smem_ + offsetof(typename C::Storage, q) + ((warp * (C::kD / 16) + step) * 32 + lane_) * 16;
+  }
+  __device__ __forceinline__ uint32_t scores(int buffer, int r, int run) const {
+    return smem_ + offsetof(typename C::Storage, scores) + (((buffer * C::kRuns + run) * 2 + r) * 32 + lane_) * 16;
   }
 
   // For FA_FLAG_SAME_BITS only: SegmentTotals. O of a warp: 16 bytes of this lane for each four accumulators, kTotalStep apart.

@@ -5,6 +5,7 @@
 #include "cuda/kernels/decode/combine.cuh"
 #include "cuda/kernels/extend/cluster.cuh"
 #include "cuda/kernels/extend/extend.cuh"
+#include "cuda/kernels/extend/token_8bit.cuh"
 
 namespace fa::cuda::extend {
 
@@ -19,10 +20,16 @@ decode::Kernels instance() {
     using ThisConfig = Config<Element, kShape.head_dim, kShape.consumer_warpgroups, kShape.keys, kShape.stages, kFormat,
                               kShape.stages_8bit, kShape.uses_combine_kernel, kShape.same_bits>;
     static_assert(ThisConfig::kSharedBytes == kShape.shared_bytes() && ThisConfig::kThreads == kShape.threads());
-    if constexpr (kFormat == Format::i8) {  // the combine kernel reads neither K nor V: that for e4m3 is the same
-      return {reinterpret_cast<const void *>(&extend<ThisConfig>), instance<Element, kShapeIndex, Format::e4m3>().combine};
+    const void *attention;
+    if constexpr (kShape.one_token()) {
+      attention = reinterpret_cast<const void *>(&extend_token<ThisConfig>);
     } else {
-      return {reinterpret_cast<const void *>(&extend<ThisConfig>), decode::combine_kernel<ThisConfig>()};
+      attention = reinterpret_cast<const void *>(&extend<ThisConfig>);
+    }
+    if constexpr (kFormat == Format::i8) {  // the combine kernel reads neither K nor V: that for e4m3 is the same
+      return {attention, instance<Element, kShapeIndex, Format::e4m3>().combine};
+    } else {
+      return {attention, decode::combine_kernel<ThisConfig>()};
     }
   }
 }

@@ -115,7 +115,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     } else {
       load_cp_async(from, columns, place, whole_runs);
     }
-    if constexpr (C::k8BitKv) {
+    if constexpr (C::kWidens) {
       load_8bit_.advance();
       add_in_flight();
     }
@@ -123,21 +123,21 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
 
   // By TMA: each lane issues one atom of one run; with 8-bit KV one whole run.
   __device__ __forceinline__ void load_tma(const CUtensorMap &map, const KvPlace &place) {
-    const uint32_t there = C::k8BitKv ? this->full_8bit(load_8bit_.stage(), warp_) : this->full(pipe_.stage());
-    if constexpr (!C::k8BitKv) {
+    const uint32_t there = C::kWidens ? this->full_8bit(load_8bit_.stage(), warp_) : this->full(pipe_.stage());
+    if constexpr (!C::kWidens) {
       drain();
       mbarrier_wait(this->empty(pipe_.stage()), pipe_.phase() ^ 1);
     }
-    constexpr int kAtoms = C::k8BitKv ? 1 : C::kAtoms, kBoxPitch = C::kPitch / kAtoms;
+    constexpr int kAtoms = C::kWidens ? 1 : C::kAtoms, kBoxPitch = C::kPitch / kAtoms;
     if (lane_ == 0) mbarrier_expect_tx(there, C::kWarpKeys * C::kPitch);
     __syncwarp();                                          // and all lanes have widened the previous contents of the stage
     const int atom = lane_ % C::kRun, run = lane_ - atom;  // run: the run's first key
     if (lane_ < C::kWarpKeys && atom < kAtoms) {
       const uint64_t policy = a_.row_blocks == 1 ? kEvictFirst : kEvictNormal;
-      const uint32_t to = C::k8BitKv ? smem_8bit(load_8bit_.stage()) : smem_atom(pipe_.stage(), atom);
+      const uint32_t to = C::kWidens ? smem_8bit(load_8bit_.stage()) : smem_atom(pipe_.stage(), atom);
       tma_load_5d(to + run * kBoxPitch, &map, there, 0, place.row - atom, atom, this->head_, place.outer, policy);
     }
-    if constexpr (C::k8BitKv) {
+    if constexpr (C::kWidens) {
       if (lane_ == 0) mbarrier_arrive_for_warp(there);
     } else {
       mbarrier_arrive(there);
@@ -152,14 +152,14 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     const int vector = lane_ % kVectors, first = lane_ / kVectors, size = vector * kVectorColumns < columns ? 16 : 0;
     const KvElement *base =
         static_cast<const KvElement *>(from.data) + this->head_ * from.head_stride + (size > 0 ? vector * kVectorColumns : 0);
-    const uint32_t to = C::k8BitKv ? smem_8bit(load_8bit_.stage()) + lane_ * 16 : smem_vector(vector);
+    const uint32_t to = C::kWidens ? smem_8bit(load_8bit_.stage()) + lane_ * 16 : smem_vector(vector);
     // The i-th group of rows that the warp loads together.
-    const auto smem_rows = [&](int i) { return C::k8BitKv ? to + i * kWarpLoadBytes : row_group(to, i); };
+    const auto smem_rows = [&](int i) { return C::kWidens ? to + i * kWarpLoadBytes : row_group(to, i); };
     if constexpr (kPublishesEarly) {
       const auto stage_is_free = [&] { return mbarrier_test_wait(this->empty(pipe_.stage()), pipe_.phase() ^ 1); };
       while (in_flight_ > 0 && !__all_sync(~0u, stage_is_free())) publish_early();
     }
-    if (!C::k8BitKv) mbarrier_wait(this->empty(pipe_.stage()), pipe_.phase() ^ 1);
+    if (!C::kWidens) mbarrier_wait(this->empty(pipe_.stage()), pipe_.phase() ^ 1);
     if (whole_runs) {
 #pragma unroll
       for (int run = 0; run < C::kWarpKeys / C::kRun; ++run) {
@@ -177,7 +177,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
         cp_async_16(smem_rows(i), base + row_offset, exists ? size : 0);
       }
     }
-    if constexpr (C::k8BitKv) {
+    if constexpr (C::kWidens) {
       cp_async_mbarrier_arrive(this->full_8bit(load_8bit_.stage(), warp_));
     } else {
       cp_async_commit();
@@ -190,7 +190,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   // Counts one more tile in flight. If there are too many, waits for the oldest one and publishes it.
   __device__ __forceinline__ void add_in_flight() {
     if (in_flight_ == kMaxInFlight) {
-      if constexpr (!C::k8BitKv) cp_async_wait<kMaxInFlight>();
+      if constexpr (!C::kWidens) cp_async_wait<kMaxInFlight>();
       publish_oldest();
     } else {
       ++in_flight_;
@@ -212,20 +212,20 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   // Waits for all tiles in flight and publishes them.
   __device__ __forceinline__ void drain() {
     if (in_flight_ == 0) return;
-    if constexpr (!C::k8BitKv) cp_async_wait<0>();
+    if constexpr (!C::kWidens) cp_async_wait<0>();
     for (; in_flight_ > 0; --in_flight_) publish_oldest();
   }
   // Publishes the oldest tile in flight: marks its stage as full. 8-bit KV is first awaited and widened into the next stage of
   // the 16-bit pipeline.
   __device__ __forceinline__ void publish_oldest() {
-    if constexpr (C::k8BitKv) {
+    if constexpr (C::kWidens) {
       mbarrier_wait(this->full_8bit(oldest_.stage(), warp_), oldest_.phase());
       mbarrier_wait(this->empty(pipe_.stage()), pipe_.phase() ^ 1);
       widen();
     }
     fence_proxy_async();  // makes the stores visible to wgmma
-    mbarrier_arrive(this->full(C::k8BitKv ? pipe_.stage() : oldest_.stage()));
-    if constexpr (C::k8BitKv) pipe_.advance();
+    mbarrier_arrive(this->full(C::kWidens ? pipe_.stage() : oldest_.stage()));
+    if constexpr (C::kWidens) pipe_.advance();
     oldest_.advance();
   }
   __device__ __forceinline__ void widen() const {
@@ -274,9 +274,9 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
 
   // Stages must remain for the tiles in flight, for those being computed on and for those that may be computed on next. Kernels with few stages
   // publish a tile when the stage of the next one is not free.
-  static constexpr bool kPublishesEarly = C::kSameBits && !C::k8BitKv && C::kStages == 5;
-  static constexpr int kMaxInFlight = C::k8BitKv ? C::kStages8Bit - 1 : C::kStages - (kPublishesEarly ? 2 : 3);
-  using OldestState = PipelineState<C::k8BitKv ? C::kStages8Bit : C::kStages>;
+  static constexpr bool kPublishesEarly = C::kSameBits && !C::kWidens && C::kStages == 5;
+  static constexpr int kMaxInFlight = C::kWidens ? C::kStages8Bit - 1 : C::kStages - (kPublishesEarly ? 2 : 3);
+  using OldestState = PipelineState<C::kWidens ? C::kStages8Bit : C::kStages>;
 
   int warp_;
   PipelineState<C::kStages> pipe_;  // the next stage to fill

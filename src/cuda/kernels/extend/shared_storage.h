@@ -51,10 +51,22 @@ struct SharedStorage8Bit {
   float row_scale[kWarpgroups * kWarpgroupRows];  // what a row of S is multiplied by
 };
 
+// Kernels whose consumer warps widen 8-bit KV in registers (token_8bit.cuh): it stays as it is, a key is one swizzle atom.
+template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages>
+struct TokenStorage {
+  uint8_t kv[kStages][kKvTile][kHeadDim];
+  float scores[2][kKvTile / 16][2][32][4];            // of a tile, as fragments
+  uint32_t q[kWarpgroups * 4][kHeadDim / 16][32][4];  // of each warp, as A operands of mma
+  uint64_t full[kStages], empty[kStages];
+  uint64_t work_full[2], work_empty[2];
+  alignas(8) char descriptor[2][kDescriptorBytes];
+};
+
 template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>
-using SharedStorage =
+using SharedStorage = std::conditional_t<
+    (kStages == 0), TokenStorage<kHeadDim, kWarpgroups, kKvTile, kStages8Bit>,
     std::conditional_t<(kStages8Bit > 0), SharedStorage8Bit<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>,
-                       SharedStorage16Bit<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>>;
+                       SharedStorage16Bit<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>>>;
 
 // Kernels for FA_FLAG_SAME_BITS: the total of the segments that are folded so far (segments.cuh), behind SharedStorage. `out`:
 // of each warp, four accumulators of each lane beside those of the other lanes. `stats`: M and L of the rows.
@@ -78,9 +90,9 @@ constexpr size_t segment_totals_offset() {
 }
 template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>
 constexpr size_t storage_bytes_of(bool same_bits) {
-  return same_bits ? segment_totals_offset<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>() +
-                         sizeof(SegmentTotals<kHeadDim, kWarpgroups, kStages8Bit>)
-                   : sizeof(SharedStorage<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>);
+  return same_bits && kStages > 0 ? segment_totals_offset<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>() +
+                                        sizeof(SegmentTotals<kHeadDim, kWarpgroups, kStages8Bit>)
+                                  : sizeof(SharedStorage<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>);
 }
 
 // Kernels for FA_FLAG_SAME_BITS whose CTAs form clusters (cluster.cuh).

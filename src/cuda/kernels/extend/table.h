@@ -20,14 +20,19 @@ struct Shape {
   int32_t consumer_warpgroups;
   int32_t keys;    // of a KV tile
   int32_t stages;  // of the 16-bit pipeline, of which K and V tiles take one each in turn
-  // 8-bit KV: stages of the pipeline of 8-bit tiles, which are widened into the 16-bit pipeline. Else 0.
+  // 8-bit KV: stages of the pipeline of 8-bit tiles, which are widened into the 16-bit pipeline. Else 0. Where `stages` is 0, there is no 16-bit
+  // pipeline: consumer warps widen in registers (token_8bit.cuh).
   int32_t stages_8bit;
   bool uses_combine_kernel;  // stores all partials of a work tile for the combine kernel instead of adding them to the last one
   bool same_bits;            // for FA_FLAG_SAME_BITS, and for nothing else
   bool clustered;            // a cluster of CTAs has all keys of a KV head, one token (cluster.cuh)
   size_t storage_bytes;      // of SharedStorage, and of SegmentTotals; or of ClusterStorage
 
-  constexpr int32_t rows() const { return clustered ? kClusterRows : consumer_warpgroups * kWarpgroupRows; }
+  // For one token over 8-bit KV (token_8bit.cuh).
+  constexpr bool one_token() const { return stages == 0; }
+  constexpr int32_t rows() const {
+    return clustered ? kClusterRows : one_token() ? kWarpRows : consumer_warpgroups * kWarpgroupRows;
+  }
   // columns of a TMA box: a 128-byte swizzle atom, or, with 8-bit KV, which is widened anyway, all columns
   constexpr int32_t box_columns() const { return stages_8bit > 0 ? head_dim : 64; }
   constexpr int32_t threads() const { return (consumer_warpgroups + 1) * 128; }
