@@ -365,6 +365,8 @@ def same_bits(quick: bool) -> List[Case]:
     rows += [square(SAME_BITS, "forward", 192, causal, n, 16, head_dim_v=128, option=SAME_BITS) for causal, n in ((True, 1024), (True, 4096), (False, 4096))]
     rows += [paged(4, 512, 16384, 256, 16, 8), paged(32, 1, 8192, 256, 16, 8), paged(32, 4, 8192, 256, 16, 8)]
     rows += [paged(batch, tokens, seqlen, option="e4m3 + same bits") for batch, tokens, seqlen in ((4, 512, 16384), (32, 1, 8192), (32, 8, 8192))]
+    if not quick:
+        rows += [paged(batch, 1, seqlen, option="e4m3 + same bits") for batch, seqlen in ((1, 8192), (1, 131072), (8, 8192), (128, 1024))]
     rows += [paged(batch, 1, seqlen) for batch, seqlen in ((1, 2048), (1, 8192), (1, 131072), (8, 8192), (4, 32768), (128, 8192))]
     rows += [paged(32, tokens, 8192) for tokens in ((1,) if quick else (1, 2, 4, 8, 16))]
     rows += [latent(64, heads) for heads in ((64,) if quick else (16, 64, 128))]
