@@ -104,7 +104,8 @@ def contenders_of(case, context, before=None, alone=False):
     if (case.option or case.deterministic) and (not alone or case.section == cases.SAME_BITS):
         without = " + ".join(option for option in case.option.split(" + ") if option != cases.SAME_BITS) if case.section == cases.SAME_BITS else ""
         plain = [inputs(dataclasses.replace(case, option="")) for _ in sets] if case.cache and not without else sets
-        contenders["plain"] = [ours(*tensors, without, False) for tensors in plain]
+        deterministic = case.section == cases.SAME_BITS and case.direction == "backward"
+        contenders["plain"] = [ours(*tensors, without, deterministic) for tensors in plain]
     if cases.SCORES.get(case.option):
         contenders["same"] = [ours(*tensors, cases.SCORES[case.option], False) for tensors in sets]
     same = {"documents": "", "left": "starts", "bits": "", "bytes": ""}.get(case.option)

@@ -347,7 +347,8 @@ def varlen(quick: bool) -> List[Case]:
 
 
 def same_bits(quick: bool) -> List[Case]:
-    """FA_FLAG_SAME_BITS: prompts, parts of prompts over a paged cache, decoding. `x plain` is over the time without the flag."""
+    """FA_FLAG_SAME_BITS: prompts, parts of prompts over a paged cache, decoding; `x plain` is over the time without the flag. Backward; over the
+    time with FA_FLAG_DETERMINISTIC."""
 
     def paged(batch, tokens, seqlen, head_dim=128, heads=64, heads_k=8, option=SAME_BITS):
         return Case(SAME_BITS, "forward", head_dim, True, tokens, seqlen, batch, heads, heads_k, option=option, graph=tokens <= 16, page=16)
@@ -374,6 +375,8 @@ def same_bits(quick: bool) -> List[Case]:
         rows += [latent(64, heads, tokens=tokens) for heads, tokens in ((16, 2), (16, 4), (64, 2), (64, 4))]
         rows += [latent(batch, heads, seqlen) for batch, heads, seqlen in ((64, 64, 7000), (32, 64, 32768), (8, 64, 8192), (1, 16, 131072))]
         rows += [latent(64, heads, option="e4m3 + same bits") for heads in (16, 64)]
+    backward = [(d, causal, n) for d in (64, 128) for causal in (True, False) for n in ((4096,) if quick else (1024, 4096, 16384))]
+    rows += [square(SAME_BITS, "backward", d, causal, n, option=SAME_BITS) for d, causal, n in backward + ([] if quick else [(256, True, 4096)])]
     # Kernels for sm_80, which split no keys.
     old = [square(SAME_BITS, "forward", d, True, 4096, option=SAME_BITS) for d in (64, 128, 256)] + [paged(32, 1, 8192), paged(4, 512, 16384)]
     return rows + [dataclasses.replace(case, arch=80) for case in old]
