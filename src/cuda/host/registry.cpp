@@ -175,11 +175,11 @@ constexpr auto kRows = concatenate(
             [](KernelRow &row, const sm90::BackwardShape &shape) {
               row.set = "sm90_bwd";
               row.scores = shape.scores | hopper_text(shape, shape.blocks() > 1);
-              // The choice of a shape without a NaN-safe path depends on the batch's lengths, and its second pass on all of its numbers.
+              // Whether a shape has a NaN-safe path depends on the batch's lengths, and whether there is a second pass on all of its numbers.
               // CTAs with gradients of their own store them in the type of the operands alone.
               row.features = kSeparateV | kLeftPadding | (shape.design == sm90::Design::separate ? 0 : kFp32KeyGradients) |
                              (shape.scored() ? 0 : kPlainScores) | (shape.ordered ? kDeterministic : 0) |
-                             (shape.nan_safe ? kBatchInvariant | kBatchInvariantVarlenQ : 0);
+                             (shape.ordered && shape.has_bits_of_nan_safe() ? kBatchInvariant | kBatchInvariantVarlenQ : 0);
               row.rows = shape.keys();
             }),
     rows_of(sm90_fp32::kBackwardShapes, Family::sm90_fp32, Pass::backward,

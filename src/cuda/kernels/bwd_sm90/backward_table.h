@@ -56,6 +56,9 @@ struct BackwardShape {
   constexpr bool sums_dq() const { return design != Design::separate; }
   // dq is computed transposed: wgmma has 64 rows, and any multiple of 8 columns.
   constexpr bool transposes_dq() const { return rows % 64 != 0; }
+  // Whether finite gradients of an ordered kernel have the same bits with a NaN-safe path and without: tiles and arithmetic are those of the
+  // next line that has the path.
+  constexpr bool has_bits_of_nan_safe() const { return nan_safe || (!transposes_dq() && !has_alibi_by_wgmma(scores)); }
   // Of the kernel that converts the sum for dq: a whole number of its passes is a Q tile.
   constexpr int32_t dq_threads() const { return transposes_dq() ? 4 * rows : 256; }
   // P goes from one consumer warpgroup to the other through shared memory.
