@@ -107,6 +107,16 @@ void add_decode_cases(std::vector<Case> &all) {
   }
 }
 
+// A case with keys of 8 bits, which hold no NaN.
+void add_with_bytes(Case c, std::vector<Case> &all) {
+  c.nan_visible = 0;
+  c.descale = 1;
+  for (const fa_dtype key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
+    c.key_dtype = key_dtype;
+    all.push_back(c);
+  }
+}
+
 void add_same_bits_cases(std::vector<Case> &all) {
   // FA_FLAG_SAME_BITS: few work tiles, whose segments the combine kernel folds, and so many that CTAs hand totals over.
   for (const auto &[dtype, key_dtype] : {std::pair{FA_FLOAT16, FA_FLOAT16},
@@ -140,16 +150,11 @@ void add_same_bits_cases(std::vector<Case> &all) {
   }
   // ... and one token over few sequences, whose segments teams of CTAs share: lengths on the device, one to three segments, more and fewer than
   // eight rows.
-  // Keys of 8 bits and 128 columns: a kernel of its own.
-  for (const auto &[dtype, key_dtype] :
-       {std::pair{FA_FLOAT16, FA_FLOAT16}, {FA_BFLOAT16, FA_BFLOAT16}, {FA_FLOAT16, FA_INT8}, {FA_BFLOAT16, FA_FLOAT8_E4M3}}) {
+  // Keys of 8 bits and 128 columns have a kernel of their own.
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const int64_t head_dim : {64, 128}) {
       for (const int64_t group : {2, 12}) {
         Case c = forward_only("every kernel for same bits of tokens", all, dtype, head_dim);
-        if (key_dtype != dtype) {
-          c.key_dtype = key_dtype;
-          c.descale = 1;
-        }
         c.flags = FA_FLAG_SAME_BITS;
         c.batch = 4;
         c.heads_k = 2;
@@ -163,6 +168,7 @@ void add_same_bits_cases(std::vector<Case> &all) {
           c.window_left = 1500;
         }
         all.push_back(c);
+        if (head_dim == 128) add_with_bytes(c, all);
       }
     }
   }
@@ -204,16 +210,6 @@ Case latent_case(const char *name, const std::vector<Case> &all, fa_dtype dtype,
   if (dtype == FA_BFLOAT16) c.page_size = 16;
   return c;
 }
-// The same with keys of 8 bits, which hold no NaN.
-void add_with_bytes(Case c, std::vector<Case> &all) {
-  c.nan_visible = 0;
-  c.descale = 1;
-  for (const fa_dtype key_dtype : {FA_FLOAT8_E4M3, FA_INT8}) {
-    c.key_dtype = key_dtype;
-    all.push_back(c);
-  }
-}
-
 void add_same_bits_latent_cases(std::vector<Case> &all) {
   // Work tiles in as many CTAs as they have segments, and so many of them that CTAs have several segments. NaN that some tokens see and others do
   // not.
