@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Equal bits: from run to run, for any number of threads, and whatever else is in the batch.
-#include <cmath>
 #include <set>
 
 #include "parity/cpu_context.h"
@@ -165,59 +164,6 @@ TEST_P(Determinism, WorkspaceOfEitherSideGivesTheSame) {
   }
 }
 
-// Runs a batch, whose second sequence has `seqlen_q` queries and `seqlen_k` keys, and that sequence alone. Their results must be equal. `infinite`: a
-// number of the first sequence, if any.
-void expect_the_same_alone(Backend &backend, const Case &c, int64_t seqlen_q, int64_t seqlen_k, bool infinite = false) {
-  Data batch = make_data(c, nullptr, /*with_expected=*/false);
-  for (const Role role : {kV, kDout}) {
-    if (infinite) batch.tensors[role].set(batch.element(role, 0, 0, 0, 0), INFINITY);
-  }
-  Case alone = c;
-  alone.batch = 1;
-  alone.q.seqlen = seqlen_q;
-  alone.k.seqlen = seqlen_k;
-  alone.q.slots = {seqlen_q};
-  alone.k.slots = {seqlen_k};
-  const Data single = make_data(
-      alone,
-      [&](Data &d) {
-        for (const auto &[role, rows] : {std::pair{kQ, seqlen_q}, {kDout, seqlen_q}, {kK, seqlen_k}, {kV, seqlen_k}}) {
-          for (int64_t i = 0; i < rows; ++i) copy_row(batch, 1, i, d, 0, i, role);
-        }
-        for (int64_t h = 0; h < c.heads_q; ++h) {
-          if (c.sink)
-            d.tensors[kSink].set(d.tensors[kSink].element(h), batch.tensors[kSink].get(batch.tensors[kSink].element(h)));
-          for (int64_t i = 0; i < seqlen_q; ++i) {
-            d.tensors[kDlse].set(d.row_element(kDlse, 0, h, i), batch.tensors[kDlse].get(batch.row_element(kDlse, 1, h, i)));
-          }
-        }
-      },
-      /*with_expected=*/false);
-  const Execution among = execute(backend, batch), apart = execute(backend, single);
-  ASSERT_TRUE(among.ok() && apart.ok()) << among.error << apart.error;
-  for (const auto &[role, rows, heads, columns] : {std::tuple{kOut, seqlen_q, c.heads_q, c.head_dim_v},
-                                                   {kDq, seqlen_q, c.heads_q, c.head_dim},
-                                                   {kDk, seqlen_k, c.heads_k, c.head_dim},
-                                                   {kDv, seqlen_k, c.heads_k, c.head_dim_v}}) {
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t h = 0; h < heads; ++h) {
-        for (int64_t n = 0; n < columns; ++n) {
-          ASSERT_EQ(among.outputs[role].get(batch.element(role, 1, i, h, n)),
-                    apart.outputs[role].get(single.element(role, 0, i, h, n)))
-              << role_name(role) << " row " << i << " head " << h << " of " << describe(c);
-        }
-      }
-    }
-  }
-  for (int64_t h = 0; h < c.heads_q; ++h) {
-    for (int64_t i = 0; i < seqlen_q; ++i) {
-      ASSERT_EQ(among.outputs[kLse].get(batch.row_element(kLse, 1, h, i)),
-                apart.outputs[kLse].get(single.row_element(kLse, 0, h, i)))
-          << describe(c);
-    }
-  }
-}
-
 // A sequence alone, and the same one in a batch of others.
 TEST_P(Determinism, BatchInvariance) {
   for (const int64_t packed : {0, 1}) {
@@ -237,7 +183,7 @@ TEST_P(Determinism, BatchInvariance) {
         c.k.seqlen = 600;
         c.q.slots = {3, seqlen_q, 0, 250};
         c.k.slots = {700, 600, 40, 250};
-        expect_the_same_alone(backend(), c, seqlen_q, 600);
+        EXPECT_TRUE(same_alone(backend(), c, seqlen_q, 600));
       }
     }
   }
@@ -272,7 +218,7 @@ TEST_P(Determinism, BatchInvarianceOfGradients) {
         c.q.packed = c.k.packed = 1;
         c.q.slots = {is_long ? 40 : 2600, seqlen_q, 85};
         c.k.slots = {is_long ? 90 : 2600, seqlen_k, 85};
-        expect_the_same_alone(backend(), c, seqlen_q, seqlen_k, /*infinite=*/true);
+        EXPECT_TRUE(same_alone(backend(), c, seqlen_q, seqlen_k, /*infinite=*/true));
       }
     }
   }
@@ -302,7 +248,7 @@ TEST_P(Determinism, BatchInvarianceOfGradientsOfLargeBatches) {
     if (terms == 2) c.softcap = 5;
     c.q.packed = c.k.packed = 1;
     c.q.slots = c.k.slots = {2600, 700, 85};
-    expect_the_same_alone(backend(), c, 700, 700, /*infinite=*/n++ % 3 == 2);
+    EXPECT_TRUE(same_alone(backend(), c, 700, 700, /*infinite=*/n++ % 3 == 2));
   }
 }
 

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <tuple>
+#include <utility>
 
 #include "parity/expectation.h"
 #include "reference/score_gallery.h"
@@ -266,6 +268,63 @@ std::array<std::string, 2> kernels_of(Backend &backend, fa_context context, cons
     if (a.outputs[static_cast<size_t>(n)].bytes() != b.outputs[static_cast<size_t>(n)].bytes()) {
       return ::testing::AssertionFailure() << role_name(static_cast<Role>(n)) << " differs bitwise: " << describe(data.problem);
     }
+  }
+  return ::testing::AssertionSuccess();
+}
+
+::testing::AssertionResult same_alone(Backend &backend, const Case &c, int64_t seqlen_q, int64_t seqlen_k, bool infinite,
+                                      bool padded) {
+  Data batch = make_data(c, nullptr, /*with_expected=*/false);
+  for (const Role role : {kV, kDout}) {
+    if (infinite) batch.tensors[role].set(batch.element(role, 0, 0, 0, 0), INFINITY);
+  }
+  Case alone = c;
+  alone.batch = 1;
+  alone.q.seqlen = seqlen_q;
+  alone.k.seqlen = seqlen_k;
+  alone.q.slots = {seqlen_q};
+  alone.k.slots = {seqlen_k};
+  if (padded) {
+    alone.q.packed = alone.k.packed = 0;
+    alone.q.slots = alone.k.slots = {};
+  }
+  const auto copy = [&](HostTensor &to, int64_t at, Role role, int64_t from) { to.set(at, batch.tensors[role].get(from)); };
+  const Data single = make_data(
+      alone,
+      [&](Data &d) {
+        for (const auto &[role, rows] : {std::pair{kQ, seqlen_q}, {kDout, seqlen_q}, {kK, seqlen_k}, {kV, seqlen_k}}) {
+          for (int64_t i = 0; i < rows; ++i) copy_row(batch, 1, i, d, 0, i, role);
+        }
+        for (int64_t h = 0; h < c.heads_q; ++h) {
+          if (c.sink) copy(d.tensors[kSink], d.tensors[kSink].element(h), kSink, batch.tensors[kSink].element(h));
+          for (int64_t i = 0; i < seqlen_q && c.dlse; ++i)
+            copy(d.tensors[kDlse], d.row_element(kDlse, 0, h, i), kDlse, batch.row_element(kDlse, 1, h, i));
+        }
+      },
+      /*with_expected=*/false);
+  const Execution among = execute(backend, batch), apart = execute(backend, single);
+  if (!among.ok() || !apart.ok()) return ::testing::AssertionFailure() << among.error << apart.error << " in " << describe(c);
+  const auto differ = [&](Role role, int64_t of_batch, int64_t of_single) {
+    return among.outputs[role].get(of_batch) != apart.outputs[role].get(of_single);
+  };
+  const auto failure = [&](Role role, int64_t row, int64_t head) {
+    return ::testing::AssertionFailure() << role_name(role) << " of row " << row << " and head " << head << " in "
+                                         << describe(c);
+  };
+  for (const auto &[role, rows, heads, columns] : {std::tuple{kOut, seqlen_q, c.heads_q, c.head_dim_v},
+                                                   {kDq, seqlen_q, c.heads_q, c.head_dim},
+                                                   {kDk, seqlen_k, c.heads_k, c.head_dim},
+                                                   {kDv, seqlen_k, c.heads_k, c.head_dim_v}}) {
+    for (int64_t i = 0; i < rows; ++i) {
+      for (int64_t h = 0; h < heads; ++h) {
+        for (int64_t n = 0; n < columns; ++n)
+          if (differ(role, batch.element(role, 1, i, h, n), single.element(role, 0, i, h, n))) return failure(role, i, h);
+      }
+    }
+  }
+  for (int64_t h = 0; h < c.heads_q; ++h) {
+    for (int64_t i = 0; i < seqlen_q; ++i)
+      if (differ(kLse, batch.row_element(kLse, 1, h, i), single.row_element(kLse, 0, h, i))) return failure(kLse, i, h);
   }
   return ::testing::AssertionSuccess();
 }

@@ -59,6 +59,11 @@ std::array<std::string, 2> kernels_of(Backend &backend, fa_context context, cons
 // Bitwise equality of all outputs.
 ::testing::AssertionResult same_bits(const Data &data, const Execution &a, const Execution &b);
 
+// Equal results of the second sequence of a batch and of that sequence alone: `seqlen_q` queries and `seqlen_k` keys, and no options that differ
+// between sequences. `infinite`: a number of the first sequence. `padded`: alone the sequence is not packed.
+::testing::AssertionResult same_alone(Backend &backend, const Case &c, int64_t seqlen_q, int64_t seqlen_k,
+                                      bool infinite = false, bool padded = false);
+
 // Tests that run on every backend.
 class EveryBackend : public ::testing::TestWithParam<std::shared_ptr<Backend>> {
  protected:
