@@ -3,7 +3,8 @@
 
     vllm serve MODEL --attention-backend FA_C
 
-Decoder layers in fp16, bf16 or fp32, with prefill and decode in one batch, grouped heads, sliding windows, sinks, softcap and ALiBi, at any block size.
+Decoder layers in fp16, bf16 or fp32, with prefill and decode in one batch, grouped heads, sliding windows, sinks, softcap and ALiBi, at any block size. The
+cache may be fp8 (`--kv-cache-dtype fp8`, e4m3); queries and results are not quantised.
 What vLLM asks for beyond that is refused when it chooses the backend. The interface is vLLM's and changes from version to version.
 """
 
@@ -38,13 +39,14 @@ __all__ = ["Backend", "Builder", "Implementation", "Metadata", "register"]
 
 NAME = "FA_C"
 MAX_HEAD_SIZE = 512
+FP8 = ("fp8", "fp8_e4m3")
 
 
 class Backend(AttentionBackend):
     """What vLLM asks before it chooses."""
 
     supported_dtypes: ClassVar[List[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[List[Any]] = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar[List[Any]] = ["auto", "float16", "bfloat16", *FP8]
     forward_includes_kv_cache_update = False
 
     @staticmethod
@@ -69,6 +71,10 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
         return True
 
     @classmethod
@@ -166,9 +172,15 @@ class Implementation(AttentionImpl[Metadata]):
             self.sinks = self.sinks.detach().float()
 
     def _caches(self, kv_cache: Tensor) -> Tuple[Tensor, Tensor]:
-        """Keys and values (blocks, block_size, heads, head_size) of (blocks, heads, block_size, 2 head_size), whatever the strides."""
+        """Keys and values (blocks, block_size, heads, head_size) of (blocks, heads, block_size, 2 head_size), whatever the strides. fp8 as vLLM stores
+        it: as bytes."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return keys, values
+
+    def _quantised(self, x: Tensor, scale: Tensor) -> Tensor:
+        """x (tokens, heads, head_size) as a fp8 cache has it, in bytes. `scale`: one number, or one for each head."""
+        limit = torch.finfo(torch.float8_e4m3fn).max
+        return (x.float() / scale.view(-1, 1)).clamp(-limit, limit).to(torch.float8_e4m3fn).view(torch.uint8)
 
     def do_kv_cache_update(self, layer: Any, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor) -> None:
         """Writes key and value (tokens, heads, head_size) to their slots of the cache. Tokens in slot -1 are padding."""
@@ -183,6 +195,10 @@ class Implementation(AttentionImpl[Metadata]):
         kept = (slot_mapping >= 0).nonzero().view(-1)
         slots = slot_mapping[kept]
         where = (slots // keys.shape[1], slots % keys.shape[1])
+        if self.kv_cache_dtype in FP8:
+            keys.view(torch.uint8)[where] = self._quantised(key[kept], layer._k_scale)
+            values.view(torch.uint8)[where] = self._quantised(value[kept], layer._v_scale)
+            return
         keys[where] = key[kept].to(keys.dtype)
         values[where] = value[kept].to(values.dtype)
 
@@ -222,6 +238,11 @@ class Implementation(AttentionImpl[Metadata]):
             "page_table": batch.block_table,
             "max_seqlen_k": batch.max_seq_len,
         }
+        if self.kv_cache_dtype in FP8:
+            keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)
+            requests = batch.seq_lens.shape[0]
+            options["k_descale"] = layer._k_scale.expand(requests, self.num_kv_heads)
+            options["v_descale"] = layer._v_scale.expand(requests, self.num_kv_heads)
         view = _viewer(device)
         shape = (batch.tokens, self.num_heads, self.head_size)
         problem = problem_of(query[: batch.tokens].view(shape), keys, values, options, view, [])

@@ -60,6 +60,8 @@ class SelectionTest(unittest.TestCase):
             dict(head_size=512, block_size=1),
             dict(use_non_causal=True),
             dict(dtype=torch.float32),
+            dict(kv_cache_dtype="fp8", use_per_head_quant_scales=True),
+            dict(kv_cache_dtype="fp8_e4m3", head_size=256),
         ):
             self.assertEqual(self.reasons(**given), [], given)
 
@@ -67,7 +69,7 @@ class SelectionTest(unittest.TestCase):
         for given, reason in (
             (dict(head_size=576), "head_size"),
             (dict(dtype=torch.float64), "dtype"),
-            (dict(kv_cache_dtype="fp8_e4m3"), "kv_cache_dtype"),
+            (dict(kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype"),
             (dict(use_mla=True), "MLA"),
             (dict(use_mm_prefix=True), "multimodal"),
             (dict(attn_type=AttentionType.ENCODER_ONLY), "ENCODER_ONLY"),
@@ -97,38 +99,46 @@ class BatchTest(TorchCase):
             max_query_len=int(new.max()), max_seq_len=int(lengths.max()) + 3, block_table_tensor=table, slot_mapping=slots, **given,
         )  # fmt: skip
 
-    def run_batch(self, dtype=torch.float32, size=16, by_rows=False, sink=False, padding=0, causal=True, decode=False, slopes=None, **options):
+    def run_batch(self, dtype=torch.float32, size=16, by_rows=False, sink=False, padding=0, causal=True, decode=False, slopes=None, fp8=None, **options):
+        """fp8: scales of keys and values, (1,) or one for each head, of a fp8 cache. vLLM keeps such a cache in bytes."""
         requests = 5
         new = torch.ones(requests, dtype=torch.long) if decode else self.integers(1, 40, requests)
         earlier = self.integers(0, 70, requests)
         width = int(-(-(new + earlier).max() // size)) + 1
         table = torch.randperm(requests * width + 1, generator=self.generator)[: requests * width].view(requests, width).to(torch.int32)
         shape = (requests * width + 1, self.KEY_HEADS, size, 2 * self.DIM)
+        nan, kept = (torch.nan, dtype) if fp8 is None else (0x7F, torch.uint8)
         if by_rows:  # in memory a block has rows of all heads
-            cache = torch.full((shape[0], size, self.KEY_HEADS, shape[3]), torch.nan, dtype=dtype).transpose(1, 2)
+            cache = torch.full((shape[0], size, self.KEY_HEADS, shape[3]), nan, dtype=kept).transpose(1, 2)
         else:
-            cache = torch.full(shape, torch.nan, dtype=dtype)
+            cache = torch.full(shape, nan, dtype=kept)
         keys, values = ([self.normal(int(n), self.KEY_HEADS, self.DIM, dtype=dtype, grad=False) for n in new + earlier] for _ in range(2))
 
         def slots_of(request, rows):
             return table[request, rows // size].long() * size + rows % size
 
         sinks = self.normal(self.HEADS, dtype=dtype, grad=False) if sink else None
-        layer = types.SimpleNamespace(_k_scale=torch.ones(1), _v_scale=torch.ones(1))
+        scales = fp8 or (torch.ones(1), torch.ones(1))
+        layer = types.SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])
+        if fp8 is not None:  # numbers that the cache holds as they are
+            keys, values = (
+                [((x / scale.view(-1, 1)).to(torch.float8_e4m3fn).float() * scale.view(-1, 1)) for x in numbers] for numbers, scale in zip((keys, values), scales)
+            )
         backend = flashattn.vllm.Backend
         implementation = backend.get_impl_cls()(
-            self.HEADS, self.DIM, 0.3, self.KEY_HEADS, slopes, options.get("sliding_window"), "auto", options.get("logits_soft_cap"), sinks=sinks
+            self.HEADS, self.DIM, 0.3, self.KEY_HEADS, slopes, options.get("sliding_window"), "auto" if fp8 is None else "fp8", options.get("logits_soft_cap"), sinks=sinks
         )  # fmt: skip
         implementation.process_weights_after_loading(dtype)
         for first, last in ((0 * earlier, earlier), (earlier, earlier + new)):  # earlier steps, then this one
             rows = [torch.arange(int(a), int(b)) for a, b in zip(first, last)]
             slots = torch.cat([slots_of(n, r) for n, r in enumerate(rows)] + [torch.full((padding,), -1)])
             key, value = (
-                torch.cat([x[n][r] for n, r in enumerate(rows)] + [torch.full((padding, self.KEY_HEADS, self.DIM), 7, dtype=dtype)])
+                torch.cat([x[n][r] for n, r in enumerate(rows)] + [torch.full((padding, self.KEY_HEADS, self.DIM), 7, dtype=keys[0].dtype)])
                 for x in (keys, values)
             )
             implementation.do_kv_cache_update(layer, key, value, cache, slots)
-        self.assertEqual(int((~cache.isnan()).sum()), int((new + earlier).sum()) * 2 * self.KEY_HEADS * self.DIM)
+        written = ~cache.isnan() if fp8 is None else cache != nan
+        self.assertEqual(int(written.sum()), int((new + earlier).sum()) * 2 * self.KEY_HEADS * self.DIM)
 
         builder = backend.get_builder_cls()(self.spec(size, dtype), ["layer"], None, torch.device("cpu"))
         metadata = builder.build(0, self.common(new, earlier, table, slots, padding, causal=causal))
@@ -161,6 +171,25 @@ class BatchTest(TorchCase):
         for size in (1, 7, 16):
             with self.subTest(size=size):
                 self.run_batch(torch.bfloat16, size=size, decode=True)
+
+    def test_fp8_cache(self):
+        of_tensor, of_heads = (torch.tensor(0.25), torch.tensor([2.0])), (torch.tensor([0.5, 3.0]), torch.tensor([0.0625, 1.0]))
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for scales in (of_tensor, of_heads):
+                for decode in (False, True):
+                    with self.subTest(dtype=dtype, scales=scales, decode=decode):
+                        self.run_batch(dtype, fp8=scales, decode=decode, by_rows=decode, padding=3, sink=decode)
+
+    def test_fp8_numbers_are_rounded_to_the_nearest_and_saturated(self):
+        implementation = flashattn.vllm.Implementation(2, 4, 1.0, kv_cache_dtype="fp8_e4m3")
+        cache = torch.zeros(2, 2, 3, 8, dtype=torch.uint8)
+        layer = types.SimpleNamespace(_k_scale=torch.tensor([0.5, 1.0]), _v_scale=torch.tensor(2.0))
+        key = torch.tensor([1e4, -1e4, 1.07, torch.nan]).expand(1, 2, 4)
+        implementation.do_kv_cache_update(layer, key, key, cache, torch.tensor([4]))
+        keys, values = (x.view(torch.float8_e4m3fn).float()[1, 1] for x in implementation._caches(cache))
+        expected = torch.tensor([[448, -448, 2.25, torch.nan], [448, -448, 1.125, torch.nan]])
+        torch.testing.assert_close(keys, expected, equal_nan=True)
+        torch.testing.assert_close(values, torch.tensor([448, -448, 0.5625, torch.nan]).expand(2, 4), equal_nan=True)
 
     def test_padded_tokens(self):
         self.run_batch(padding=9)
@@ -200,7 +229,7 @@ class BatchTest(TorchCase):
     def test_refusals_name_the_argument(self):
         for given, words in (
             (dict(attn_type=AttentionType.ENCODER), "attn_type is .*ENCODER"),
-            (dict(kv_cache_dtype="fp8"), "kv_cache_dtype is fp8"),
+            (dict(kv_cache_dtype="fp8_e5m2"), "kv_cache_dtype is fp8_e5m2"),
         ):
             with self.assertRaisesRegex(NotImplementedError, words):
                 flashattn.vllm.Implementation(self.HEADS, self.DIM, 1.0, **given)
