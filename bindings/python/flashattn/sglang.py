@@ -3,7 +3,8 @@
 
     sglang serve --model-path MODEL --attention-backend fa_c
 
-Decoder layers in fp16, bf16 or fp32, with prefill, chunked prefill and decode, grouped heads, sliding windows, sinks and softcap, at any page size.
+Decoder layers in fp16, bf16 or fp32, with prefill, chunked prefill and decode, grouped heads, sliding windows, sinks and softcap, at any page size. The
+cache may be fp8 (`--kv-cache-dtype fp8_e4m3`); queries and results are not quantised.
 What SGLang asks for beyond that raises NotImplementedError. The interface is SGLang's and changes from version to version.
 """
 
@@ -34,7 +35,8 @@ __all__ = ["Backend", "Metadata", "register"]
 
 NAME = "fa_c"
 _MODES = (ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DECODE)
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_FP8 = torch.float8_e4m3fn
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, _FP8)
 
 
 @dataclasses.dataclass
@@ -65,7 +67,9 @@ class Backend(AttentionBackend):
                 "(models with sliding windows: --disable-hybrid-swa-memory)"
             )
         if pool.dtype not in _DTYPES:
-            raise NotImplementedError(f"the KV cache has dtype {pool.dtype}; the attention backend {NAME} needs fp16, bf16 or fp32")
+            raise NotImplementedError(f"the KV cache has dtype {pool.dtype}; the attention backend {NAME} needs fp16, bf16, fp32 or e4m3")
+        if pool.is_quantized_kv_cache or hasattr(pool, "get_kv_scale_buffer"):
+            raise NotImplementedError(f"the KV cache is a {type(pool).__name__}, with scales of blocks; the attention backend {NAME} has one scale a layer")
         if pool.use_hnd or pool.kv_cache_layout != "nhd":
             raise NotImplementedError(f"the KV cache has layout {pool.kv_cache_layout}; the attention backend {NAME} needs nhd")
         self.req_to_token_pool = model_runner.req_to_token_pool
@@ -152,8 +156,9 @@ class Backend(AttentionBackend):
         ):
             if given != only:
                 raise NotImplementedError(f"{name} of the layer is {given}; the attention backend {NAME} has {only} alone")
+        scales = (layer.k_scale, layer.v_scale) if self.token_to_kv_pool.dtype is _FP8 else (None, None)
         if save_kv_cache and k is not None and v is not None:
-            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(batch), k, v)
+            self.token_to_kv_pool.set_kv_buffer(layer, KVWriteLoc.for_batch(batch), k, v, *scales)
         metadata: Any = self.forward_metadata
         keys, values = (
             cache.view(-1, self.page_size, *cache.shape[1:])
@@ -171,6 +176,9 @@ class Backend(AttentionBackend):
             "page_table": metadata.page_table,
             "max_seqlen_k": metadata.max_seq_len,
         }
+        for name, scale in zip(("k_descale", "v_descale"), scales):
+            if scale is not None:
+                options[name] = scale.detach().float().expand(metadata.seq_lens.shape[0], keys.shape[2])
         if metadata.query_starts is None:
             query = query.unsqueeze(1)
             output = q.new_empty(tokens, heads * layer.v_head_dim)

@@ -71,7 +71,7 @@ class BatchTest(TorchCase):
             requests * width * page_size, page_size, dtype, self.KEY_HEADS, self.DIM, 1, "cpu", False, v_head_dim=value_dim
         )  # fmt: skip
         for buffer in (*pool.k_buffer, *pool.v_buffer):
-            buffer.fill_(torch.nan)
+            buffer.fill_(torch.nan if buffer.dtype is not torch.uint8 else 0x7F)  # SGLang keeps fp8 in bytes
         table = ReqToTokenPool(requests, self.CONTEXT, "cpu", False)
         # Page 0 is for padding.
         pages = 1 + torch.randperm(requests * width, generator=self.generator).view(requests, width)
@@ -96,15 +96,22 @@ class BatchTest(TorchCase):
             batch.extend_seq_lens_cpu = new.tolist()
         return batch
 
-    def run_batch(self, dtype=torch.float32, page_size=1, sink=False, decode=False, native=False, graph=False, value_dim=None, **options):
+    def run_batch(self, dtype=torch.float32, page_size=1, sink=False, decode=False, native=False, graph=False, value_dim=None, fp8=None, **options):
+        """fp8: scales of keys and values of a fp8 cache, or (None, None)."""
         requests = 5
         value_dim = value_dim or self.DIM
         new = torch.ones(requests, dtype=torch.long) if decode else self.integers(1, 40, requests)
         earlier = self.integers(1, 90, requests)
-        pool, table = self.pools(requests, page_size, dtype, value_dim)
+        pool, table = self.pools(requests, page_size, dtype if fp8 is None else torch.float8_e4m3fn, value_dim)
         layer = RadixAttention(self.HEADS, self.DIM, 0.3, self.KEY_HEADS, 0, v_head_dim=value_dim, **options)
         keys = [self.normal(int(n), self.KEY_HEADS, self.DIM, dtype=dtype, grad=False) for n in new + earlier]
         values = [self.normal(int(n), self.KEY_HEADS, value_dim, dtype=dtype, grad=False) for n in new + earlier]
+        if fp8 is not None:
+            layer.k_scale, layer.v_scale = (None if scale is None else torch.nn.Parameter(torch.tensor(scale), requires_grad=False) for scale in fp8)
+            # Numbers that the cache holds as they are.
+            keys, values = (
+                [((x / (scale or 1)).to(torch.float8_e4m3fn).float() * (scale or 1)).to(dtype) for x in numbers] for numbers, scale in zip((keys, values), fp8)
+            )
         sinks = self.normal(self.HEADS, dtype=dtype, grad=False) if sink else None
         backend = flashattn.sglang.Backend(self.runner(pool, table))
 
@@ -129,7 +136,8 @@ class BatchTest(TorchCase):
         else:
             query, output = step(backend, earlier, earlier + new, decode, backend.init_forward_metadata)
         self.assertEqual(output.shape, (int(new.sum()), self.HEADS * value_dim))
-        self.assertEqual(int((~pool.k_buffer[0].isnan()).sum()), int((new + earlier).sum()) * self.KEY_HEADS * self.DIM)
+        written = ~pool.k_buffer[0].isnan() if fp8 is None else pool.k_buffer[0] != 0x7F
+        self.assertEqual(int(written.sum()), int((new + earlier).sum()) * self.KEY_HEADS * self.DIM)
 
         query, output = query.view(-1, self.HEADS, self.DIM), output.view(-1, self.HEADS, value_dim)
         start = 0
@@ -169,6 +177,14 @@ class BatchTest(TorchCase):
         for page_size in (1, 16):
             with self.subTest(page_size=page_size):
                 self.run_batch(torch.bfloat16, page_size, decode=True, graph=True)
+
+    def test_fp8_cache(self):
+        for dtype in (torch.bfloat16, torch.float32):
+            for scales in ((None, None), (0.25, 2.0)):
+                for decode in (False, True):
+                    with self.subTest(dtype=dtype, scales=scales, decode=decode):
+                        self.run_batch(dtype, 16 if decode else 1, decode=decode, fp8=scales, sink=decode)
+        self.run_batch(torch.bfloat16, 16, decode=True, graph=True, fp8=(0.5, 4.0))
 
     def test_options(self):
         for options in (
@@ -217,9 +233,11 @@ class BatchTest(TorchCase):
         ):
             with refused(words):
                 flashattn.sglang.Backend(self.runner(pool, table, **given))
-        for name, value in (("dtype", torch.float8_e4m3fn), ("kv_cache_layout", "vectorized_5d")):
+        for name, value in (("dtype", torch.float8_e5m2), ("kv_cache_layout", "vectorized_5d")):
             with mock.patch.object(pool, name, value), refused(str(value)):
                 flashattn.sglang.Backend(self.runner(pool, table))
+        with mock.patch.object(pool, "get_kv_scale_buffer", None, create=True), refused("one scale a layer"):
+            flashattn.sglang.Backend(self.runner(pool, table))
 
         backend = flashattn.sglang.Backend(self.runner(pool, table))
         one = torch.ones(2, dtype=torch.long)
