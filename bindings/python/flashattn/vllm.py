@@ -4,7 +4,8 @@
     vllm serve MODEL --attention-backend FA_C
 
 Decoder layers in fp16, bf16 or fp32, with prefill and decode in one batch, grouped heads, sliding windows, sinks, softcap and ALiBi, at any block size. The
-cache may be fp8 (`--kv-cache-dtype fp8`, e4m3); queries and results are not quantised.
+cache may be fp8 (`--kv-cache-dtype fp8`, e4m3); queries and results are not quantised. With VLLM_BATCH_INVARIANT=1 a token's bits depend on its own request
+alone: not on the batch, nor on how its prompt is divided, nor on what was in the cache already.
 What vLLM asks for beyond that is refused when it chooses the backend. The interface is vLLM's and changes from version to version.
 """
 
@@ -21,6 +22,7 @@ VERSION = "0.33"
 if not vllm.__version__.startswith(VERSION + "."):  # vLLM logs this and goes on without the backend
     raise ImportError(f"vLLM {vllm.__version__} is installed; the attention backend of flashattn is for vLLM {VERSION}")
 
+from vllm import envs
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionCGSupport,
@@ -88,6 +90,36 @@ class Backend(AttentionBackend):
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
         return capability is None or capability >= (8, 0)
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: Any,
+        block_size: Optional[int],
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: Any,
+    ) -> Optional[str]:
+        """Why not, or None. What the library refuses with `same_bits` on a GPU."""
+        if not envs.VLLM_BATCH_INVARIANT or device_capability is None:
+            return None
+        fp8 = kv_cache_dtype in FP8
+        most, step = (128, 16) if fp8 else (256, 8)
+        if dtype is torch.float32:
+            return "batch invariance is for fp16 and bf16 on GPUs"
+        if fp8 and device_capability < (9, 0):
+            return "batch invariance over fp8 caches is for Hopper"
+        if head_size > most or head_size % step:
+            return f"batch invariance is for head sizes up to {most} that are multiples of {step}"
+        return None
 
 
 @dataclasses.dataclass
@@ -161,6 +193,7 @@ class Implementation(AttentionImpl[Metadata]):
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.softcap = float(logits_soft_cap or 0)
+        self.same_bits = bool(envs.VLLM_BATCH_INVARIANT)
         # vLLM counts the query itself.
         self.window: Tuple[Optional[int], Optional[int]] = (None, None) if sliding_window is None else (sliding_window - 1, 0)
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes, dtype=torch.float32)
@@ -237,6 +270,7 @@ class Implementation(AttentionImpl[Metadata]):
             "seqused_k": batch.seq_lens,
             "page_table": batch.block_table,
             "max_seqlen_k": batch.max_seq_len,
+            "same_bits": self.same_bits,
         }
         if self.kv_cache_dtype in FP8:
             keys, values = keys.view(torch.float8_e4m3fn), values.view(torch.float8_e4m3fn)

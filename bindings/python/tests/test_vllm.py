@@ -4,6 +4,7 @@ float64. test_vllm_engine runs the backend in vLLM's engine.
 """
 
 import importlib
+import os
 import sys
 import types
 import unittest
@@ -74,10 +75,24 @@ class SelectionTest(unittest.TestCase):
             (dict(use_mm_prefix=True), "multimodal"),
             (dict(attn_type=AttentionType.ENCODER_ONLY), "ENCODER_ONLY"),
             (dict(device_capability=DeviceCapability(7, 5)), "compute capability"),
-            (dict(use_batch_invariant=True), "batch invariance"),
             (dict(use_dcp=True), "DCP"),
         ):
             self.assertRegex("; ".join(self.reasons(**given)), f"^[^;]*{reason}[^;]*$", given)
+
+    def test_batch_invariance(self):
+        fp8, a100 = dict(kv_cache_dtype="fp8"), DeviceCapability(8, 0)
+        with mock.patch.dict(os.environ, VLLM_BATCH_INVARIANT="1"):
+            for given in ({}, dict(head_size=256), fp8, dict(device_capability=a100), dict(dtype=torch.float32, head_size=300, device_capability=None)):
+                self.assertEqual(self.reasons(use_batch_invariant=True, **given), [], given)
+            for given, reason in (
+                (dict(dtype=torch.float32), "batch invariance is for fp16 and bf16"),
+                (dict(head_size=512), "head sizes up to 256"),
+                (dict(head_size=68), "multiples of 8"),
+                (dict(fp8, head_size=72), "multiples of 16"),
+                (dict(fp8, head_size=256), "head sizes up to 128"),
+                (dict(fp8, device_capability=a100), "fp8 caches is for Hopper"),
+            ):
+                self.assertRegex("; ".join(self.reasons(use_batch_invariant=True, **given)), reason)
 
 
 class BatchTest(TorchCase):
@@ -190,6 +205,41 @@ class BatchTest(TorchCase):
         expected = torch.tensor([[448, -448, 2.25, torch.nan], [448, -448, 1.125, torch.nan]])
         torch.testing.assert_close(keys, expected, equal_nan=True)
         torch.testing.assert_close(values, torch.tensor([448, -448, 0.5625, torch.nan]).expand(2, 4), equal_nan=True)
+
+    def outputs(self, requests, dtype, size=16):
+        """Of requests in one batch. Each is the queries of its last tokens, and the keys and values of all."""
+        width = max(len(keys) for _, keys, _ in requests) // size + 1
+        table = torch.randperm(len(requests) * width, generator=self.generator).view(-1, width).to(torch.int32)
+        cache = torch.full((len(requests) * width, self.KEY_HEADS, size, 2 * self.DIM), torch.nan, dtype=dtype)
+        implementation = flashattn.vllm.Implementation(self.HEADS, self.DIM, 0.3, self.KEY_HEADS)
+        for pages, (_, keys, values) in zip(table, requests):
+            rows = torch.arange(len(keys))
+            implementation.do_kv_cache_update(None, keys, values, cache, pages[rows // size].long() * size + rows % size)
+        new, all_tokens = (torch.tensor([len(x[n]) for x in requests]) for n in (0, 1))
+        builder = flashattn.vllm.Builder(self.spec(size, dtype), ["layer"], None, torch.device("cpu"))
+        metadata = builder.build(0, self.common(new, all_tokens - new, table, new, 0, causal=True))
+        query = torch.cat([queries for queries, _, _ in requests])
+        output = implementation.forward(None, query, query, query, cache, metadata, torch.full_like(query, torch.nan))
+        return output.split(new.tolist())
+
+    def test_bits_depend_on_the_request_alone(self):
+        for dtype in (torch.float32, torch.bfloat16):
+            with self.subTest(dtype=dtype), mock.patch.dict(os.environ, VLLM_BATCH_INVARIANT="1"):
+
+                def request(new, tokens):
+                    shapes = ((new, self.HEADS), (tokens, self.KEY_HEADS), (tokens, self.KEY_HEADS))
+                    return [self.normal(*shape, self.DIM, dtype=dtype, grad=False) for shape in shapes]
+
+                mine, decode, prefill = request(60, 1500), request(1, 2100), request(200, 300)
+                queries, keys, values = mine
+                (alone,) = self.outputs([mine], dtype)
+                among = self.outputs([decode, mine, prefill, decode], dtype)[1]
+                self.assertTrue(torch.equal(alone, among))
+                parts = []
+                for begin, end, others in ((0, 13, []), (13, 14, [prefill]), (14, 60, [decode])):
+                    last = 1440 + end
+                    parts.append(self.outputs([(queries[begin:end], keys[:last], values[:last]), *others], dtype)[0])
+                self.assertTrue(torch.equal(alone, torch.cat(parts)))
 
     def test_padded_tokens(self):
         self.run_batch(padding=9)

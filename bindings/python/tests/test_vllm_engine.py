@@ -135,7 +135,7 @@ class EngineTest(EngineCase):
                     type(runner).__module__, "vllm.v1.worker." + ("cpu.model_runner" if new_runner else "cpu_model_runner")
                 )
                 for cache in runner.kv_caches:
-                    cache.fill_(torch.nan)  # what nobody wrote must not be read
+                    cache.fill_(torch.nan if cache.is_floating_point() else 0x7F)  # NaN, also of e4m3 in bytes: what nobody wrote must not be read
                 yield llm
             finally:
                 client.shutdown()
@@ -260,6 +260,14 @@ class EngineTest(EngineCase):
                 error = max(float((x - self.expected(model, *each)).abs().max()) for x, each in zip(narrow, given))
                 self.assert_as_transformers(model, prompts, outputs, error)
 
+    def test_fp8_cache(self):
+        model, prompts = self.save("LlamaForCausalLM"), self.prompts()
+        with self.engine(kv_cache_dtype="fp8") as llm:
+            self.assertIs(llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.kv_caches[0].dtype, torch.uint8)
+            outputs, batches = self.generate(llm, prompts)
+        self.assert_batched(batches)
+        self.assert_as_transformers_with_fp8_cache(model, prompts, outputs)
+
     def test_vllm_measures_memory_and_chooses_the_size_of_blocks(self):
         model, prompts = self.save("LlamaForCausalLM"), self.prompts()
         with self.engine(
@@ -270,7 +278,7 @@ class EngineTest(EngineCase):
 
     def test_what_the_backend_refuses_stops_the_engine(self):
         self.save("LlamaForCausalLM")
-        with self.assertRaisesRegex(ValueError, "FA_C is refused: .*kv_cache_dtype"), self.engine(kv_cache_dtype="fp8"):
+        with self.assertRaisesRegex(ValueError, "FA_C is refused: .*kv_cache_dtype"), self.engine(kv_cache_dtype="fp8_e5m2"):
             pass
 
 
