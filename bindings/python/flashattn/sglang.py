@@ -4,7 +4,8 @@
     sglang serve --model-path MODEL --attention-backend fa_c
 
 Decoder layers in fp16, bf16 or fp32, with prefill, chunked prefill and decode, grouped heads, sliding windows, sinks and softcap, at any page size. The
-cache may be fp8 (`--kv-cache-dtype fp8_e4m3`); queries and results are not quantised.
+cache may be fp8 (`--kv-cache-dtype fp8_e4m3`); queries and results are not quantised. With `--enable-deterministic-inference` a token's bits depend on its own
+request alone: not on the batch, nor on how its prompt is divided, nor on what the radix cache had already.
 What SGLang asks for beyond that raises NotImplementedError. The interface is SGLang's and changes from version to version.
 """
 
@@ -21,12 +22,17 @@ VERSION = "0.5.23"
 if sglang.__version__ != VERSION and not sglang.__version__.startswith(VERSION + "."):  # SGLang logs this and goes on without the backend
     raise ImportError(f"SGLang {sglang.__version__} is installed; the attention backend of flashattn is for SGLang {VERSION}")
 
-from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+from sglang.srt.arg_groups.choices import (
+    ATTENTION_BACKEND_CHOICES,
+    DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+    RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+)
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc, MHATokenToKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.runtime_context import get_exec
 
 from ._options import problem_of
 from ._torch_ops import _context, _stream, _viewer
@@ -75,6 +81,7 @@ class Backend(AttentionBackend):
         self.req_to_token_pool = model_runner.req_to_token_pool
         self.token_to_kv_pool = pool
         self.page_size = pool.page_size
+        self.same_bits = bool(get_exec().deterministic.enable_deterministic_inference)
         self._graph: Optional[Tuple[Tensor, Tensor]] = None
 
     def _pages(self, batch: Any, max_seq_len: int) -> Tensor:
@@ -175,6 +182,7 @@ class Backend(AttentionBackend):
             "seqused_k": metadata.seq_lens,
             "page_table": metadata.page_table,
             "max_seqlen_k": metadata.max_seq_len,
+            "same_bits": self.same_bits,
         }
         for name, scale in zip(("k_descale", "v_descale"), scales):
             if scale is not None:
@@ -212,5 +220,6 @@ def register() -> None:
     """Makes the backend fa_c known to SGLang, which calls this in each of its processes. Calling it again changes nothing."""
     if NAME not in ATTENTION_BACKENDS:
         register_attention_backend(NAME)(Backend)
-    if NAME not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([NAME])
+    for choices in (ATTENTION_BACKEND_CHOICES, DETERMINISTIC_ATTENTION_BACKEND_CHOICES, RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND):
+        if NAME not in choices:
+            choices.append(NAME)

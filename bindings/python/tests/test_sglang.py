@@ -22,7 +22,11 @@ if sglang.__version__ != "0.5.23":
     raise unittest.SkipTest(f"SGLang 0.5.23 is not installed, but {sglang.__version__}")
 
 try:
-    from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
+    from sglang.srt.arg_groups.choices import (
+        ATTENTION_BACKEND_CHOICES,
+        DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+    )
     import sglang.srt.model_executor.runner  # the memory pool imports it late
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
     from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
@@ -41,7 +45,8 @@ class RegistryTest(unittest.TestCase):
     def test_registered_twice_it_is_there_once(self):
         flashattn.sglang.register()
         flashattn.sglang.register()
-        self.assertEqual(ATTENTION_BACKEND_CHOICES.count("fa_c"), 1)
+        for choices in (ATTENTION_BACKEND_CHOICES, DETERMINISTIC_ATTENTION_BACKEND_CHOICES, RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND):
+            self.assertEqual(choices.count("fa_c"), 1)
         self.assertIs(ATTENTION_BACKENDS["fa_c"], flashattn.sglang.Backend)
 
     def test_sglang_takes_its_name(self):
@@ -61,6 +66,13 @@ class BatchTest(TorchCase):
     """Requests with random numbers of new and of earlier tokens, in pages of a cache whose other rows are NaN."""
 
     HEADS, KEY_HEADS, DIM, CONTEXT = 4, 2, 32, 160
+
+    def setUp(self):
+        super().setUp()
+        self.execution = types.SimpleNamespace(deterministic=types.SimpleNamespace(enable_deterministic_inference=False))
+        patch = mock.patch.object(flashattn.sglang, "get_exec", lambda: self.execution)  # SGLang publishes it when it starts
+        patch.start()
+        self.addCleanup(patch.stop)
 
     def integers(self, low, high, n):
         return torch.randint(low, high, (n,), generator=self.generator)
@@ -198,6 +210,28 @@ class BatchTest(TorchCase):
         ):
             with self.subTest(**options):
                 self.run_batch(**options)
+
+    def test_bits_depend_on_the_request_alone(self):
+        self.execution.deterministic.enable_deterministic_inference = True
+        self.CONTEXT = 1600
+        for dtype in (torch.float32, torch.bfloat16):
+            with self.subTest(dtype=dtype):
+                pool, table = self.pools(2, 16, dtype, self.DIM)
+                backend = flashattn.sglang.Backend(self.runner(pool, table))
+                layer = RadixAttention(self.HEADS, self.DIM, 0.3, self.KEY_HEADS, 0)
+                lengths = torch.tensor([1500, 1300])
+                query, key, value = ([self.normal(int(n), heads * self.DIM, dtype=dtype, grad=False) for n in lengths] for heads in (4, 2, 2))
+
+                def outputs(first, last):
+                    batch = self.batch(table, last - first, first, False)
+                    backend.init_forward_metadata(batch)
+                    q, k, v = (torch.cat([x[n][a:b] for n, (a, b) in enumerate(zip(first.tolist(), last.tolist()))]) for x in (query, key, value))
+                    return backend.forward_extend(q, k.view(-1, 2, self.DIM), v.view(-1, 2, self.DIM), layer, batch)[: int(last[0] - first[0])]
+
+                whole = outputs(torch.tensor([0, 0]), lengths)
+                edges = torch.tensor([[0, 0], [700, 1], [701, 1200], [1111, 1201], [1500, 1300]])
+                parts = torch.cat([outputs(first, last) for first, last in zip(edges[:-1], edges[1:])])
+                self.assertTrue(torch.equal(whole, parts))
 
     def test_rows_of_padding_are_zero(self):
         pool, table = self.pools(2, 1, torch.float32, self.DIM)
