@@ -122,7 +122,8 @@ class BatchTest(TorchCase):
             layer.k_scale, layer.v_scale = (None if scale is None else torch.nn.Parameter(torch.tensor(scale), requires_grad=False) for scale in fp8)
             # Numbers that the cache holds as they are.
             keys, values = (
-                [((x / (scale or 1)).to(torch.float8_e4m3fn).float() * (scale or 1)).to(dtype) for x in numbers] for numbers, scale in zip((keys, values), fp8)
+                [((x / (scale or 1)).to(torch.float8_e4m3fn).float() * (scale or 1)).to(dtype) for x in numbers]
+                for numbers, scale in zip((keys, values), fp8)
             )
         sinks = self.normal(self.HEADS, dtype=dtype, grad=False) if sink else None
         backend = flashattn.sglang.Backend(self.runner(pool, table))

@@ -137,11 +137,13 @@ class BatchTest(TorchCase):
         layer = types.SimpleNamespace(_k_scale=scales[0], _v_scale=scales[1])
         if fp8 is not None:  # numbers that the cache holds as they are
             keys, values = (
-                [((x / scale.view(-1, 1)).to(torch.float8_e4m3fn).float() * scale.view(-1, 1)) for x in numbers] for numbers, scale in zip((keys, values), scales)
+                [(x / scale.view(-1, 1)).to(torch.float8_e4m3fn).float() * scale.view(-1, 1) for x in numbers]
+                for numbers, scale in zip((keys, values), scales)
             )
         backend = flashattn.vllm.Backend
         implementation = backend.get_impl_cls()(
-            self.HEADS, self.DIM, 0.3, self.KEY_HEADS, slopes, options.get("sliding_window"), "auto" if fp8 is None else "fp8", options.get("logits_soft_cap"), sinks=sinks
+            self.HEADS, self.DIM, 0.3, self.KEY_HEADS, slopes, options.get("sliding_window"), "auto" if fp8 is None else "fp8",
+            options.get("logits_soft_cap"), sinks=sinks
         )  # fmt: skip
         implementation.process_weights_after_loading(dtype)
         for first, last in ((0 * earlier, earlier), (earlier, earlier + new)):  # earlier steps, then this one

@@ -268,6 +268,13 @@ class EngineTest(EngineCase):
         self.assert_batched(batches)
         self.assert_as_transformers_with_fp8_cache(model, prompts, outputs)
 
+    def test_batch_invariance(self):
+        model, prompts = self.save("Gemma2ForCausalLM"), self.prompts(shared=37)
+        with mock.patch.dict(os.environ, VLLM_BATCH_INVARIANT="1"), self.engine(enable_prefix_caching=True) as llm:
+            outputs, batches = self.generate(llm, prompts)
+        self.assert_as_transformers(model, prompts, outputs)
+        self.assert_batched(batches)
+
     def test_vllm_measures_memory_and_chooses_the_size_of_blocks(self):
         model, prompts = self.save("LlamaForCausalLM"), self.prompts()
         with self.engine(
