@@ -87,7 +87,8 @@ if(NOT FA_WITH_CUDA STREQUAL "OFF")
     set(FA_CUDA TRUE)
     # The output of ptxas for every kernel (registers, spills, serialised instructions) is kept beside its object file for a test.
     string(APPEND CMAKE_CUDA_FLAGS " -Xptxas -v")
-    # A quarter of the size, in the same time. Every driver that toolkit 13 allows unpacks it. Older ones unpack what toolkit 12 makes: two fifths.
+    # A quarter of the size, in the same time. Every driver that toolkit 13 allows unpacks it. Older ones unpack what toolkit 12 makes (two fifths by
+    # that mode of toolkit 13, `speed`).
     if(CMAKE_CUDA_COMPILER_VERSION VERSION_GREATER_EQUAL 13)
       string(APPEND CMAKE_CUDA_FLAGS " --compress-mode=size")
     else()

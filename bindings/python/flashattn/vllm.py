@@ -210,7 +210,8 @@ class Implementation(AttentionImpl[Metadata]):
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return keys, values
 
-    def _quantised(self, x: Tensor, scale: Tensor) -> Tensor:
+    @staticmethod
+    def _quantised(x: Tensor, scale: Tensor) -> Tensor:
         """x (tokens, heads, head_size) as a fp8 cache has it, in bytes. `scale`: one number, or one for each head."""
         limit = torch.finfo(torch.float8_e4m3fn).max
         return (x.float() / scale.view(-1, 1)).clamp(-limit, limit).to(torch.float8_e4m3fn).view(torch.uint8)

@@ -249,7 +249,7 @@ fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const La
 
 fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
                        ErrorText &error) {
-  if (!kForwardShapes[plan.shape].pages) return add_forward(p, plan, memory, launches, error);
+  if (!kForwardShapes[plan.shape].packs_heads() && plan.widened_keys == 0) return add_forward(p, plan, memory, launches, error);
   return add_forward(add_pages(p, plan, memory, launches), plan, memory, launches, error);
 }
 

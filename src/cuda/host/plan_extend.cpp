@@ -84,16 +84,16 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   if (kernels.empty()) return false;
   if (p.same_bits && plan_clusters(p, needs, device, kernels, plan)) return true;
   int32_t found = p.same_bits ? find_one_token(p, needs, device, kernels) : -1;
-  const bool one_token = found >= 0;
-  for (found = std::max(found, 0); !one_token && found < extend::kNumShapes; ++found) {
-    if (!can_run(kernels[static_cast<size_t>(found)], needs, device)) continue;
-    const bool few_tiles = has_few(p.batch * p.heads_k * ceil_div(rows, kShapes[found].rows()));
-    if (kShapes[found].same_bits != p.same_bits || kShapes[found].clustered || kShapes[found].one_token()) continue;
+  for (int32_t n = 0; found < 0 && n < extend::kNumShapes; ++n) {
+    const Shape &shape = kShapes[n];
+    if (!can_run(kernels[static_cast<size_t>(n)], needs, device)) continue;
+    if (shape.same_bits != p.same_bits || shape.clustered || shape.one_token()) continue;
+    const bool few_tiles = has_few(p.batch * p.heads_k * ceil_div(rows, shape.rows()));
     // Under FA_FLAG_SAME_BITS the combine kernel has a partial for each segment of every work tile.
-    const bool combines = few_tiles && (!p.same_bits || segment_bytes(p, kShapes[found]) <= kMostSegmentBytes);
-    if (kShapes[found].uses_combine_kernel == (!splits_by_sequence(p) && combines)) break;
+    const bool combines = few_tiles && (!p.same_bits || segment_bytes(p, shape) <= kMostSegmentBytes);
+    if (shape.uses_combine_kernel == (!splits_by_sequence(p) && combines)) found = n;
   }
-  if (found == extend::kNumShapes) return false;
+  if (found < 0) return false;
   const Shape &shape = kShapes[found];
   const int64_t row_blocks = ceil_div(rows, shape.rows()),
                 iterations = shape.same_bits ? segments_of(p) : ceil_div(p.k_lengths.max_len, shape.keys) + 1;

@@ -152,10 +152,9 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
   const int64_t widened_keys = widens ? widened_keys_of(p) : 0;
   const bool wide = std::max(p.head_dim, p.head_dim_v) > kNarrowHead,
              asks = needs.operands == k16Bit ? paged || prefers_packed_rows(p, device) : widens;
-  // 8-bit K and V: those of the copy.
   const auto readable = [&] {
-    const ForwardProblem in_16_bits = in_pages(p, widened_keys, nullptr);
-    return wide ? takes_pages(in_16_bits) : takes_narrow_pages(widens ? in_16_bits : p);
+    if (wide) return takes_pages(in_pages(p, widened_keys, nullptr));
+    return widens ? takes_narrow_pages(in_pages(p, widened_keys, nullptr)) : takes_narrow_pages(p);
   };
   bool pages = (wide ? asks : paged) && widened_keys >= 0 && readable();
   if (paged && !pages) return false;

@@ -171,22 +171,21 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
     }
     return extend ? FA_OK : too_large();
   }
+  // Several row blocks of `plan`, each of which reads all keys, by a kernel with larger tiles.
+  const auto take_larger_tiles = [&] {
+    ForwardPlan larger;
+    if (plan.row_blocks == 1) return FA_OK;
+    const bool is_better = decode::is_latent(static_cast<int32_t>(p.head_dim))
+                               ? plan_mla(p, needs, device, larger)
+                               : kv_8bit && plan_sm90(p, needs, device, larger) && widening_is_better(p, device, plan, larger);
+    if (is_better) plan = larger;
+    return FA_OK;
+  };
   if ((p.q_lengths.max_len <= kFewQueries || kv_8bit) && p.q_lengths.max_len * p.group > kFewRows &&
       plan_extend(p, needs, device, plan)) {
-    ForwardPlan widened;
-    if (kv_8bit && plan_sm90(p, needs, device, widened) && widening_is_better(p, device, plan, widened)) plan = widened;
-    return FA_OK;
+    return take_larger_tiles();
   }
-  if (plan_decode(p, needs, device, plan)) {
-    ForwardPlan larger_tiles;
-    if (decode::is_latent(static_cast<int32_t>(p.head_dim))) {
-      if (plan.row_blocks > 1 && plan_mla(p, needs, device, larger_tiles)) plan = larger_tiles;
-    } else if (kv_8bit && plan.row_blocks > 1 && plan_sm90(p, needs, device, larger_tiles) &&
-               widening_is_better(p, device, plan, larger_tiles)) {
-      plan = larger_tiles;
-    }
-    return FA_OK;
-  }
+  if (plan_decode(p, needs, device, plan)) return take_larger_tiles();
   if (plan_mla(p, needs, device, plan)) return FA_OK;
   if (kv_8bit) return plan_sm90(p, needs, device, plan) ? FA_OK : plan_any_device(p, needs, device, plan, error);
   ForwardPlan sm90, extend;
