@@ -150,10 +150,16 @@ class SameBitsSegment {
 
   // The block of keys that begins at key `first`; false where attend() is.
   bool block(int64_t first) {
+#if defined(FA_TARGET_AMX)
+    constexpr int64_t kWhole = kTileDepth;  // the unit sums up so many keys of O
+#else
+    constexpr int64_t kWhole = kNr;
+#endif
+    static_assert(kWhole % kNr == 0);
     Range cols{kBlockKeys, 0};
     for (int64_t strip = 0; strip < strips(); ++strip) {
       if (st_.keys[strip].empty()) continue;
-      cols.begin = min64(cols.begin, st_.keys[strip].begin / kNr * kNr);
+      cols.begin = min64(cols.begin, st_.keys[strip].begin / kWhole * kWhole);
       cols.end = max64(cols.end, round_up(st_.keys[strip].end, kNr));
     }
     const Range keys{first + cols.begin, min64(first + cols.end, head_.keys.len)};

@@ -32,6 +32,18 @@ class SubnormalsAreZero {
   const uint32_t before_;
 };
 
+// a b + c, rounded once, of two numbers of bf16 and a sum. Portable vectors, beside the model of the unit, have no such instruction, and would take a
+// subnormal product for zero before it is added.
+FA_INLINE F fused(F a, F b, F c) {
+#if defined(__AVX512F__)
+  return Simd::fma(a, b, c);
+#else
+  for (int i = 0; i < kWidth; ++i)
+    c[i] = static_cast<float>(static_cast<double>(a[i]) * static_cast<double>(b[i]) + static_cast<double>(c[i]));
+  return c;
+#endif
+}
+
 // out += P V of ROWS rows and the values [begin, end) of a step of kTileDepth keys, whose P are numbers of bf16.
 template <int ROWS>
 __attribute__((noinline)) void add_tile_step(const char *const *values, int begin, int end, int64_t offset, int64_t dim,
@@ -63,7 +75,7 @@ __attribute__((noinline)) void add_tile_step(const char *const *values, int begi
           const F x = left >= kWidth ? ElementBf16::load(from + v * kWidth)
                                      : ElementBf16::load(from + v * kWidth, static_cast<int>(left));
 #pragma GCC unroll 4
-          for (int r = 0; r < ROWS; ++r) chains[odd][r][v] = Simd::fma(w[r], x, chains[odd][r][v]);
+          for (int r = 0; r < ROWS; ++r) chains[odd][r][v] = fused(w[r], x, chains[odd][r][v]);
         }
       }
     }
@@ -120,9 +132,9 @@ __attribute__((noinline)) void add_tile_step_of_parts(const char *const *values,
 #pragma GCC unroll 4
           for (int r = 0; r < ROWS; ++r) {
             const F p_low = Simd::set(low[r * ldp + n]), p_high = Simd::set(high[r * ldp + n]);
-            chains[0][odd][r][v] = Simd::fma(p_low, x_high, chains[0][odd][r][v]);
-            chains[1][odd][r][v] = Simd::fma(p_high, x_low, chains[1][odd][r][v]);
-            chains[2][odd][r][v] = Simd::fma(p_high, x_high, chains[2][odd][r][v]);
+            chains[0][odd][r][v] = fused(p_low, x_high, chains[0][odd][r][v]);
+            chains[1][odd][r][v] = fused(p_high, x_low, chains[1][odd][r][v]);
+            chains[2][odd][r][v] = fused(p_high, x_high, chains[2][odd][r][v]);
           }
         }
       }

@@ -170,11 +170,11 @@ struct Simd {
     return from_bits(iselect(magnitude == iset(0x7F), iset(0x7FC00000), value) | ((byte & iset(0x80)) << 24));
   }
   static FA_INLINE F load_f16(const uint16_t *p) {
-    const I h = widen16(p);
-    const I magnitude = (h & iset(0x7FFF)) << 13;
-    const I finite = bits(from_bits(magnitude) * set(0x1p112f));  // exponent bias 15 -> 127, subnormals included
-    const I special = magnitude | iset(0x7F800000u);
-    const I wide = iselect(magnitude >= iset(0x0F800000u), special, finite);
+    // As for e4m3. A product with 2^112 would be zero for subnormal numbers where the processor takes those of fp32 for zero.
+    const I h = widen16(p), magnitude = h & iset(0x7FFF);
+    const I normal = (magnitude << 13) + iset(112u << 23), subnormal = bits(to_float(magnitude) * set(0x1p-24f));
+    const I finite = iselect(magnitude < iset(0x400), subnormal, normal);
+    const I wide = iselect(magnitude >= iset(0x7C00), (magnitude << 13) | iset(0x7F800000u), finite);
     return from_bits(wide | ((h & iset(0x8000)) << 16));
   }
   static FA_INLINE void store_f16(uint16_t *p, F x) {
