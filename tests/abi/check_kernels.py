@@ -15,7 +15,7 @@ FUNCTION = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 FRAME = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 REGISTERS = re.compile(r"Used (\d+) registers")
 SERIALISED = re.compile(r"C75\d\d")  # setmaxnreg ignored, wgmma serialised
-GENERAL = re.compile(r"_(f16|bf16|any)(_d[0-9_]+([gmbr](64)?[nst]?|all))+\.cu")
+GENERAL = re.compile(r"(_(f16|bf16|any))+(_d[0-9_]+([gmbr](64)?[nst]?|all))+\.cu")
 
 
 def main():
