@@ -11,7 +11,8 @@
 // On the tile unit plain bf16 goes through KV tiles of 64 keys instead (attend_overlapped), so that vectors work on one of them while the unit works
 // on the next.
 //
-// Operands are bf16 queries, keys and values, or on the tile unit fp16 ones, which are sums of two parts (multiply_parts), as P is then.
+// Operands are bf16 queries, keys and values, or on the tile unit fp16 ones, which are sums of two parts (multiply_parts), as P is then. Keys and values of
+// bytes are widened to bf16 beside bf16 queries, exactly. Descales multiply S; those of values multiply O, or where rows have them P.
 //
 // Some cases leave the unit, because it would get them wrong:
 //   values that are not finite next to a masked P, where 0 * Inf would leak: accumulate_visible
@@ -73,7 +74,9 @@ struct TileState : SoftmaxState {
   uint8_t exact_with = 0;  // KeyFlags of blocks with pairs whose S the unit gets wrong
   bool exact = false;      // all blocks have such pairs
   PendingOutput pending;
-  int64_t p_turn = 0;  // which of two strips of `p` comes next
+  int64_t p_turn = 0;                                         // which of two strips of `p` comes next
+  float k_descale = 1, v_descale = 1;                         // descales of the key head
+  float k_descales[kBlockKeys], v_descales[kBlockKeys] = {};  // of the keys of the block, where rows have them
 
   // Where O of column c of row r lies; the columns of its tile follow.
   FA_INLINE float *output(int64_t r, int64_t c) const {
@@ -85,8 +88,13 @@ struct TileState : SoftmaxState {
 template <int kParts>
 struct IntoTiles {
   uint16_t *p;
-  int64_t first = 0;  // column 0 is this key of the block
+  int64_t first = 0;               // column 0 is this key of the block
+  const float *factors = nullptr;  // of the keys of the block, which multiply P
   FA_INLINE void operator()(int64_t r, int64_t c, F w0, F w1) const {
+    if (factors != nullptr) {
+      w0 = Simd::mul(w0, Simd::load(factors + first + c));
+      w1 = Simd::mul(w1, Simd::load(factors + first + c + kWidth));
+    }
     const auto row = static_cast<uint64_t>(r), key = static_cast<uint64_t>(first + c);  // unsigned: quotients are shifts
     I parts[kParts];
     parts_of(w0, w1, parts);
@@ -109,13 +117,26 @@ class TileProducts {
       : p_(problem),
         layout_(layout),
         steps_(round_up(problem.head_dim, kTileDepth) / kTileDepth),
-        overlaps_(!problem.same_bits && problem.dropout.threshold == 0 && problem.max_logit == nullptr) {}
+        overlaps_(!problem.same_bits && problem.dropout.threshold == 0 && problem.max_logit == nullptr &&
+                  !problem.v_descale.per_row) {}
 
   // Packs key block n; returns its KeyFlags.
   uint8_t pack(const Head &head, int64_t n, char *keys, char *values) const {
     const int64_t begin = n * kBlockKeys, end = min64(begin + kBlockKeys, head.keys.len);
-    const Rows k_rows = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start),
-               v_rows = key_rows_of(p_, p_.v, head.b, head.head_k, head.keys.start);
+    const Rows k_rows = key_rows(head), v_rows = value_rows(head);
+    if (is_quantised(p_.k.dtype)) {
+      auto *const key_tiles = reinterpret_cast<uint16_t *>(keys), *const value_tiles = reinterpret_cast<uint16_t *>(values);
+      const Magnitudes k =
+          pack_widened(p_.k.dtype, k_rows, begin, end, p_.head_dim, [&](const Rows &rows, int64_t count, int64_t at) {
+            return pack_key_tiles<Magnitudes>(rows, 0, count, p_.head_dim, key_tiles + at * steps_ * kTileDepth);
+          });
+      const Magnitudes v =
+          pack_widened(p_.v.dtype, v_rows, begin, end, p_.head_dim_v, [&](const Rows &rows, int64_t count, int64_t at) {
+            return pack_value_tiles<Magnitudes>(rows, 0, count, p_.head_dim_v, kValuePanel,
+                                                value_tiles + at / kTileDepth * kRightStep);
+          });
+      return static_cast<uint8_t>(number_flags(k) | (v.finite() ? 0 : kInfiniteValues));
+    }
     const Magnitudes k = pack_parts<Element>(
         reinterpret_cast<uint16_t *>(keys), key_elements(),
         [&]<class Seen, class What>(uint16_t *to) { return pack_key_tiles<Seen, What>(k_rows, begin, end, p_.head_dim, to); });
@@ -149,6 +170,8 @@ class TileProducts {
     const uint8_t flags = number_flags(seen);
     st.exact = (flags & kInfiniteKeys) != 0;
     st.exact_with = wrong_with(flags);
+    st.k_descale = head_descale(head, p_.k_descale);
+    st.v_descale = head_descale(head, p_.v_descale);
     return st;
   }
 
@@ -160,6 +183,8 @@ class TileProducts {
 
   // Key block n, as `pack` left it, after begin_keys. The first block of every segment comes after begin_segment.
   void attend(const Head &head, State &st, int64_t n, const char *keys, const char *values, uint8_t flags) {
+    find_descales(head, n, p_.k_descale, st.k_descales);
+    if (!find_descales(head, n, p_.v_descale, st.v_descales)) flags |= kInfiniteValues;
     if constexpr (kOverlaps) {
       if (overlaps_ && (flags & kInfiniteValues) == 0) {
         attend_overlapped(head, st, n * kBlockKeys, reinterpret_cast<const uint16_t *>(keys),
@@ -191,7 +216,8 @@ class TileProducts {
 
   // The state of row r as a result, until the next one is asked for.
   RowResult row_result(const State &st, int64_t r) const {
-    for (int64_t c = 0; c < st.dim_v; c += kWidth) Simd::store(st.row + c, Simd::load(st.output(r, c)));
+    const F factor = Simd::set(st.v_descale);
+    for (int64_t c = 0; c < st.dim_v; c += kWidth) Simd::store(st.row + c, Simd::mul(factor, Simd::load(st.output(r, c))));
     return {st.max[r], Simd::reduce_add(Simd::load(st.sum + r * kWidth)), st.row};
   }
 
@@ -219,6 +245,35 @@ class TileProducts {
   int64_t key_elements() const { return kBlockKeys * steps_ * kTileDepth; }
   int64_t value_elements() const { return kBlockKeys * layout_.dim_v; }
 
+  Rows key_rows(const Head &head) const { return key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start); }
+  Rows value_rows(const Head &head) const { return key_rows_of(p_, p_.v, head.b, head.head_k, head.keys.start); }
+  // Descales of the rows of block n, if rows have them, and zero behind the last one. Returns whether they are finite.
+  bool find_descales(const Head &head, int64_t n, const Descale &descale, float (&to)[kBlockKeys]) const {
+    if (!is_quantised(p_.k.dtype) || !descale.per_row) return true;
+    const Factors factors = factors_of(p_, descale, head.b, head.head_k, head.keys.start);
+    const int64_t first = n * kBlockKeys, count = min64(head.keys.len - first, kBlockKeys);
+    float zero = 0.0f;  // or NaN
+    for (int64_t j = 0; j < kBlockKeys; ++j) {
+      to[j] = j < count ? factors.at(first + j) : 0.0f;
+      zero += to[j] * 0.0f;
+    }
+    return zero == 0.0f;
+  }
+  bool scales_p() const { return is_quantised(p_.v.dtype) && p_.v_descale.per_row; }
+  // The descale of a head, which multiplies S or O: 1 if there is none, or rows have them.
+  float head_descale(const Head &head, const Descale &descale) const {
+    const bool given = is_quantised(p_.k.dtype) && !descale.per_row;
+    return given ? factors_of(p_, descale, head.b, head.head_k, 0).at(0) : 1.0f;
+  }
+  // S of a strip and the keys `cols` of the block, times the descales of keys.
+  FA_INLINE void scale_scores(const State &st, int64_t rows, Range cols, float *s, int64_t ld) const {
+    const bool by_key = is_quantised(p_.k.dtype) && p_.k_descale.per_row;
+    if (!by_key && st.k_descale == 1.0f) return;
+    for (int64_t c = 0; c < cols.size(); c += kWidth) {
+      const F factor = by_key ? Simd::load(st.k_descales + cols.begin + c) : Simd::set(st.k_descale);
+      for (float *x = s + c; x < s + c + rows * ld; x += ld) Simd::store(x, Simd::mul(factor, Simd::load(x)));
+    }
+  }
   const char *query_row(const Head &head, const State &st, int64_t r) const {
     return rows_of(p_.q, head.b, head.head_k * p_.group + st.block.head(r), head.queries.start).row(st.block.query(r));
   }
@@ -278,10 +333,20 @@ class TileProducts {
   // s: columns `cols`, of leading dimension ld.
   __attribute__((noinline)) void exact_scores(const Head &head, const State &st, const Strip &x, int64_t first, Range cols,
                                               float *s, int64_t ld) const {
-    const Rows keys = key_rows_of(p_, p_.k, head.b, head.head_k, head.keys.start);
+    const Rows rows = key_rows(head);
+    uint16_t wide[kMaxHeadDim];
+    // Key j as packed, where exact_products finds it under any number.
+    const auto key = [&](int64_t j) {
+      Rows one;
+      one.data = rows.row(j);
+      if (!is_quantised(p_.k.dtype)) return one;
+      widen_row(p_.k.dtype, one.data, p_.head_dim, wide);
+      one.data = reinterpret_cast<const char *>(wide);
+      return one;
+    };
     uint8_t of_keys[kBlockKeys] = {};
     for (int64_t j = cols.begin; j < min64(cols.end, head.keys.len - first); ++j)
-      of_keys[j] = number_flags(magnitudes_of(keys.row(first + j), p_.head_dim));
+      of_keys[j] = number_flags(magnitudes_of(key(first + j).data, p_.head_dim));
     for (int64_t r = 0; r < x.rows; ++r) {
       const char *query = query_row(head, st, x.r0 + r);
       const uint8_t of_query = number_flags(magnitudes_of(query, p_.head_dim)), with = wrong_with(of_query);
@@ -289,8 +354,9 @@ class TileProducts {
       const auto numbers = numbers_of<Element>(p_.head_dim, [&](int64_t) { return query; });
       for (int64_t j = cols.begin; j < cols.end; ++j) {
         if (!always && (of_keys[j] & with) == 0) continue;
-        exact_products<Element>(numbers, 1, keys, first + j, head.keys.len, {0, 1}, p_.head_dim, s + r * ld + j - cols.begin,
-                                ld);
+        const bool exists = first + j < head.keys.len;
+        exact_products<Element>(numbers, 1, exists ? key(first + j) : Rows{}, 0, exists ? 1 : 0, {0, 1}, p_.head_dim,
+                                s + r * ld + j - cols.begin, ld);
       }
     }
   }
@@ -300,6 +366,7 @@ class TileProducts {
     const bool general = changes_scores(p_, st.user), partial = st.partial[x.index];
     const int64_t first = block_first + x.cols.begin, n = x.cols.size();
     float *s = x.s + x.cols.begin;
+    scale_scores(st, x.rows, x.cols, s, kBlockKeys);
     const bool by_band = st.interior[x.index].begin > first || st.interior[x.index].end < first + n;
     const bool masked = general || partial || by_band;
     if (general) {
@@ -310,7 +377,7 @@ class TileProducts {
     if (partial) mask_by_data(st, x.r0, x.rows, x.cols.begin, n, s);
     row_maxima(st, x.r0, x.rows, n, s);
     const float multiplier = general ? 1.0f : p_.softmax_scale * kLog2e;
-    const IntoTiles<kParts> into_tiles{x.p, x.cols.begin};
+    const IntoTiles<kParts> into_tiles{x.p, x.cols.begin, scales_p() ? st.v_descales : nullptr};
     x.visible_only = (masked || kParts == 2) && (flags & kInfiniteValues) != 0;
     if (x.visible_only) {
       softmax_strip<true>(st, x.r0, x.rows, n, multiplier, s, InPlace{s});
@@ -341,13 +408,21 @@ class TileProducts {
   // O = diag(correction) O + P V of a strip.
   void accumulate(const Head &head, State &st, const Strip &x, int64_t first, const uint16_t *values) {
     if (x.visible_only) {
-      const Rows rows = key_rows_of(p_, p_.v, head.b, head.head_k, head.keys.start);
+      const Rows rows = value_rows(head);
       accumulate_visible(
           x.rows, x.keys, x.s, st.correction + x.r0, round_up(p_.head_dim_v, kWidth),
           [&](int64_t r, int64_t c) { return st.output(x.r0 + r, c); },
           [&](int64_t j, int64_t c) {
-            const auto *row = reinterpret_cast<const uint16_t *>(rows.row(first + j)) + c;
-            return c + kWidth <= p_.head_dim_v ? Element::load(row) : Element::load(row, static_cast<int>(p_.head_dim_v - c));
+            const char *row = rows.row(first + j);
+            const int n = static_cast<int>(min64(p_.head_dim_v - c, kWidth));
+            const auto load = [&]<class Number>() {
+              const auto *numbers = reinterpret_cast<const typename Number::Type *>(row) + c;
+              return n == kWidth ? Number::load(numbers) : Number::load(numbers, n);
+            };
+            if (!is_quantised(p_.v.dtype)) return load.template operator()<Element>();
+            const F x =
+                p_.v.dtype == Dtype::e4m3 ? load.template operator()<ElementE4m3>() : load.template operator()<ElementI8>();
+            return scales_p() ? Simd::mul(x, Simd::set(st.v_descales[j])) : x;
           });
       return;
     }
@@ -554,6 +629,7 @@ class TileProducts {
       rows.s = s;
       rows.panel = c.cols.begin / kTilePanel;
       if (exact) exact_scores(head, st, x, first, c.cols, s, kKvTileStride);
+      scale_scores(st, x.rows, c.cols, s, kKvTileStride);
       if (general) {
         general_scores(p_, head, st, x.r0, x.rows, first + c.cols.begin, c.cols.size(), s, kKvTileStride);
       } else if (st.interior[x.index].begin > first + c.cols.begin || st.interior[x.index].end < first + c.cols.end) {

@@ -262,7 +262,7 @@ void forward_worker(const ForwardJob &job, int32_t worker) {
     job.schedule->work(work, worker);
   };
 #if defined(FA_TARGET_AMX)
-  if (job.problem->k.dtype == Dtype::i8) return run.template operator()<FmaProducts>();
+  if (job.problem->k.dtype == Dtype::i8 && job.problem->q.dtype != Dtype::bf16) return run.template operator()<FmaProducts>();
   if (job.problem->q.dtype == Dtype::f16) return run.template operator()<TileProducts<ElementF16>>();
 #endif
 #if defined(FA_TARGET_NEON_BF16)

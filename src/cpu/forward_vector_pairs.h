@@ -18,8 +18,9 @@ class VectorProducts {
  public:
   VectorProducts(const ForwardProblem &problem, const ForwardLayout &) : p_(problem) {}
 
-  // Takes a split whose queries lie in the area. Those of heads that it computes are rounded in place.
+  // Takes a split whose queries lie in the area, or returns false. Those of heads that it computes are rounded in place.
   bool begin(char *, const Head &, const VectorSplit &split, const VectorArea &area) {
+    if (is_quantised(p_.k.dtype)) return false;
     for (int64_t h = 0; h < split.count; ++h) {
       QueryNumbers numbers;
       float *first = area.q + h * split.rows * area.ldq;

@@ -28,19 +28,17 @@ FA_INLINE void for_dtype(Dtype dtype, Body body) {
 template <class Body>
 FA_INLINE void for_key_dtype(Dtype dtype, Body body) {
 #if defined(FA_TARGET_AMX)
+  if (dtype == Dtype::e4m3) return body.template operator()<ElementE4m3>();
   if (dtype == Dtype::i8) return body.template operator()<ElementI8>();
   dtype == Dtype::f16 ? body.template operator()<ElementF16>()
                       : body.template operator()<ElementBf16>();  // nothing else gets here
-#elif defined(FA_TARGET_NEON_BF16)
+#elif defined(FA_TARGET_NEON_BF16) || defined(FA_TARGET_AVX512_BF16)
   if (dtype == Dtype::e4m3) return body.template operator()<ElementE4m3>();
   dtype == Dtype::i8 ? body.template operator()<ElementI8>()
                      : body.template operator()<ElementBf16>();  // nothing else gets here
 #elif defined(FA_TARGET_NEON_FHM)
   (void)dtype;
   body.template operator()<ElementF16>();  // this instruction set computes nothing else
-#elif defined(FA_TARGET_AVX512_BF16)
-  (void)dtype;
-  body.template operator()<ElementBf16>();  // this instruction set computes nothing else
 #else
   if (dtype == Dtype::e4m3) return body.template operator()<ElementE4m3>();
   if (dtype == Dtype::i8) return body.template operator()<ElementI8>();
@@ -54,6 +52,9 @@ FA_INLINE void for_query_dtype(Dtype dtype, Body body) {
 #if defined(FA_TARGET_AMX)
   if (dtype == Dtype::e4m3) return body.template operator()<ElementE4m3>();
   for_dtype(dtype, body);  // over keys of bytes
+#elif defined(FA_TARGET_AVX512_BF16)
+  (void)dtype;
+  body.template operator()<ElementBf16>();  // this instruction set computes nothing else
 #else
   for_key_dtype(dtype, body);
 #endif

@@ -21,6 +21,10 @@ class Magnitudes {
     smallest_ =
         Simd::min_u16(smallest_, Simd::add_u16(magnitude, Simd::iset(0xFFFFFFFF)));  // less one, so that 0 is the largest
   }
+  void see(const Magnitudes &others) {
+    largest_ = Simd::max_u16(largest_, others.largest_);
+    smallest_ = Simd::min_u16(smallest_, others.smallest_);
+  }
   bool finite() const { return top() < 0x7F80; }
   bool finite_f16() const { return top() < 0x7C00; }  // where they are fp16
   // At least 2^64, or not finite.
@@ -286,6 +290,43 @@ inline Seen pack_value_tiles(const Rows &values, int64_t begin, int64_t end, int
         }
       }
     }
+  }
+  return seen;
+}
+
+// Bytes of e4m3 or int8 as numbers of bf16, which represents all of them exactly.
+template <class Element>
+FA_INLINE void widen_row(const char *from, int64_t dim, uint16_t *to) {
+  const auto *bytes = reinterpret_cast<const typename Element::Type *>(from);
+  for (int64_t c = 0; c < dim; c += 2 * kWidth) {
+    const auto load = [&](int64_t at) __attribute__((always_inline)) {
+      if (__builtin_expect(at + kWidth <= dim, 1)) return Element::load(bytes + at);
+      return at < dim ? Element::load(bytes + at, static_cast<int>(dim - at)) : Simd::zero();
+    };
+    Simd::istore(reinterpret_cast<uint32_t *>(to + c), Simd::to_bf16(load(c), load(c + kWidth)));
+  }
+}
+inline void widen_row(Dtype dtype, const char *from, int64_t dim, uint16_t *to) {
+  dtype == Dtype::e4m3 ? widen_row<ElementE4m3>(from, dim, to) : widen_row<ElementI8>(from, dim, to);
+}
+
+// Packs rows [begin, end) of bytes, kTilePanel of them at a time: pack(rows, count, n) packs `count` rows of bf16, which are those from begin + n on.
+template <class Pack>
+inline Magnitudes pack_widened(Dtype dtype, const Rows &bytes, int64_t begin, int64_t end, int64_t dim, Pack pack) {
+  alignas(64) uint16_t wide[kTilePanel * kMaxHeadDim];
+  const int64_t pitch = round_up(dim, 2 * kWidth);
+  static_assert(kMaxHeadDim % (2 * kWidth) == 0);
+  Magnitudes seen;
+  for (int64_t first = begin; first < end; first += kTilePanel) {
+    const int64_t count = min64(end - first, kTilePanel);
+    for (int64_t n = 0; n < count; ++n) {
+      if (first + n + kRowsAhead < end) prefetch_row(bytes.row(first + n + kRowsAhead), dim);
+      widen_row(dtype, bytes.row(first + n), dim, wide + n * pitch);
+    }
+    Rows rows;
+    rows.data = reinterpret_cast<const char *>(wide);
+    rows.stride = pitch * int64_t{sizeof(uint16_t)};
+    seen.see(pack(rows, count, first - begin));
   }
   return seen;
 }

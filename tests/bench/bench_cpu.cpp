@@ -423,6 +423,14 @@ std::vector<Case> all_cases(const std::vector<int> &all_threads) {
       }
     }
   }
+  for (const fa_dtype keys : {FA_INT8, FA_FLOAT8_E4M3}) {
+    for (const int64_t d : {64, 128}) {
+      for (const bool causal : {false, true}) {
+        for (const int threads : all_threads)
+          cases.push_back({Pass::forward, FA_BFLOAT16, d, 2048, 2048, 16, causal, threads, keys});
+      }
+    }
+  }
   for (const fa_dtype dtype : {FA_FLOAT32, FA_BFLOAT16}) {
     for (const int threads : all_threads) cases.push_back({Pass::decode, dtype, 128, 1, 16384, 16, false, threads, dtype});
   }
