@@ -685,7 +685,7 @@ typedef struct fa_attention {
    * fp8. */
   fa_tensor q;
   /** Keys, (b, s_k, h_k, d), (total_k, h_k, d) or, paged, (pages, page_size, h_k, d). The stride of d must be 1. dtype of q; in
-   * forward also fp8 or int8 and, on the CPU with fp32 queries, fp16 or bf16. */
+   * forward also fp8 or int8 and, with fp32 queries, fp16 or bf16. */
   fa_tensor k;
   /** Values, shaped as k with d_v in place of d. dtype of k. v may be the first d_v columns of k's rows (same data and
    * strides), as in a latent cache (MLA). The kernels for such caches read each row once. */
@@ -724,8 +724,8 @@ typedef struct fa_attention {
   /** With ::FA_WINDOW_RIGHT: query i sees keys j <= i + shift + window_right. At least 0; must be 0 without the bit. */
   int64_t window_right;
 
-  /** Added to the logits, (b or 1, h_q or 1, s_q or 1, s_k). dtype of q, or fp32; on the CPU with fp32 queries, fp16 or bf16 as
-   * well. Any strides. -infinity masks a pair. For packed or paged sequences the sizes are max_seqlen_q and max_seqlen_k, and i
+  /** Added to the logits, (b or 1, h_q or 1, s_q or 1, s_k). dtype of q, or fp32; with fp32 queries, fp16 or bf16 as well.
+   * Any strides. -infinity masks a pair. For packed or paged sequences the sizes are max_seqlen_q and max_seqlen_k, and i
    * and j still count within the sequence. Optional. */
   fa_tensor bias;
   /** Block mask, uint8 or bool, (b or 1, h_q or 1, ceil(s_q / block_size_q), ceil(s_k / block_size_k)). 0 masks all pairs of a
@@ -936,8 +936,8 @@ typedef struct fa_append {
   fa_tensor k;
   /** New values, shaped as k with d_v in place of d. Present if and only if `v_cache` is. */
   fa_tensor v;
-  /** Key cache, (b, s_k, h_k, d) or, paged, (pages, page_size, h_k, d). dtype of k, or fp8 or int8; on the CPU also fp16 or
-   * bf16 if k is fp32. Only the new rows are written. */
+  /** Key cache, (b, s_k, h_k, d) or, paged, (pages, page_size, h_k, d). dtype of k, or fp8 or int8, or fp16 or bf16 if k is
+   * fp32. Only the new rows are written. */
   fa_tensor k_cache;
   /** Value cache, shaped as k_cache with d_v in place of d. dtype of k_cache. */
   fa_tensor v_cache;

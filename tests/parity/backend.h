@@ -24,15 +24,6 @@ class Backend {
   virtual std::string missing() const { return ""; }
   // Whether score functions are compiled from their text; else they are function pointers.
   virtual bool runs_score_text() const { return false; }
-  // The field of the case that this backend has no kernels for and refuses with FA_ERROR_UNSUPPORTED; "" if there is none.
-  std::string refuses(const Case &c) const {
-    const auto narrow = [&](int64_t dtype) { return c.dtype == FA_FLOAT32 && (dtype == FA_FLOAT16 || dtype == FA_BFLOAT16); };
-    if (!has_mixed_kernels() && narrow(c.key_dtype)) return "k.dtype";
-    if (!has_mixed_kernels() && c.bias != 0 && narrow(c.bias_dtype)) return "bias.dtype";
-    return "";
-  }
-  // Whether there are kernels for fp32 queries with 16-bit keys or bias, and for fp32 rows and 16-bit caches.
-  virtual bool has_mixed_kernels() const { return true; }
   virtual fa_context context() = 0;
   virtual fa_stream stream() { return nullptr; }
 

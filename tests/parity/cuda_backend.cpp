@@ -33,7 +33,6 @@ class CudaBackend : public Backend {
   }
   std::string name() const override { return name_; }
   bool runs_score_text() const override { return true; }
-  bool has_mixed_kernels() const override { return false; }
   fa_context context() override { return context_; }
   fa_stream stream() override { return stream_; }
 

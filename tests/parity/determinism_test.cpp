@@ -136,17 +136,10 @@ std::vector<Case> problems() {
   return cases;
 }
 
-// The problems that a backend has kernels for.
-std::vector<Case> problems_of(const Backend &backend) {
-  std::vector<Case> cases = problems();
-  std::erase_if(cases, [&](const Case &c) { return !backend.refuses(c).empty(); });
-  return cases;
-}
-
 class Determinism : public EveryBackend {};
 
 TEST_P(Determinism, ThirtyRuns) {
-  for (const Case &c : problems_of(backend())) {
+  for (const Case &c : problems()) {
     const Data data = make_data(c, nullptr, /*with_expected=*/false);
     const Execution first = execute(backend(), data);
     ASSERT_TRUE(first.ok()) << first.error;
@@ -156,7 +149,7 @@ TEST_P(Determinism, ThirtyRuns) {
 }
 
 TEST_P(Determinism, WorkspaceOfEitherSideGivesTheSame) {
-  for (const Case &c : problems_of(backend())) {
+  for (const Case &c : problems()) {
     Data data = make_data(c, nullptr, /*with_expected=*/false);
     const Execution given = execute(backend(), data);
     data.problem.own_workspace = 1;

@@ -146,7 +146,7 @@ TEST_P(Extend, QuantisedPrompts) {
       Case c = base("extend: quantised prompts");
       c.dtype = n % 2 == 0 ? FA_BFLOAT16 : FA_FLOAT16;
       c.key_dtype = n % 3 == 0 ? FA_INT8 : FA_FLOAT8_E4M3;
-      c.descale = n == 6 ? 2 : c.key_dtype == FA_INT8 || n % 4 != 1;
+      c.descale = n % 3 == 2 || n == 6 ? 2 : c.key_dtype == FA_INT8 || n % 4 != 1;
       c.heads_k = fills_device ? 9 : 2;
       c.heads_q = c.heads_k * group;
       c.head_dim = head_dim;
@@ -163,11 +163,55 @@ TEST_P(Extend, QuantisedPrompts) {
       c.spare_pages = c.page_size > 0 ? 3 : 0;
       if (n % 3 == 1) c.window_left = 90;
       if (n % 5 == 4) c.mask = FA_MASK_NONE;
-      if (n == 9) c.softcap = 5;
+      if (n % 4 == 1) c.softcap = 5;
+      if (n % 8 == 3) c.alibi = 1;
       c.sink = n % 2;
       c.nan_keys = 1;
       EXPECT_TRUE(check(backend(), c));
       if (c.key_dtype == FA_FLOAT8_E4M3) c.nan_visible = 1 + n % 3;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
+// Options over pages and 8-bit keys and values. Hopper has kernels for contiguous keys of 16 bits, which read a copy where that pays: many rows see each key.
+TEST_P(Extend, OptionsOfPrompts) {
+  const bool hopper = backend().name() == "cuda";
+  int64_t n = 0;
+  for (const int64_t head_dim : {64, 128, 80, 256}) {
+    for (int option = 0; option < 6; ++option, ++n) {
+      if (!hopper && n % 3 != 0) continue;
+      Case c = base("extend: options of prompts");
+      c.dtype = n % 2 == 0 ? FA_BFLOAT16 : FA_FLOAT16;
+      if (n % 3 != 1) {
+        c.key_dtype = n % 3 == 0 ? FA_INT8 : FA_FLOAT8_E4M3;
+        c.descale = n % 4 < 2 ? 1 : 2;
+      } else if (n % 4 == 3) {
+        c.dtype = FA_FLOAT32;
+      }
+      c.heads_k = hopper ? 5 : 2;
+      c.heads_q = c.heads_k * 4;
+      c.head_dim = c.head_dim_v = head_dim;
+      c.q.seqlen = hopper ? 190 : 90;
+      c.k.seqlen = 300;
+      c.k.used = {300, 233, 150};
+      if (n % 5 == 4 && c.key_dtype != 0) {
+        c.page_size = 0;
+        c.k.packed = n % 2;
+        if (n % 2 == 1) c.k.slots = {300, 240, 150};
+      } else {
+        c.page_size = n % 2 == 0 ? 16 : 24;
+      }
+      c.spare_pages = c.page_size > 0 ? 3 : 0;
+      if (option == 0) c.bias = 1, c.bias_padded = n % 2;
+      if (option == 1) c.element_mask = 1 + n % 3;
+      if (option == 2) c.block_q = c.block_k = 64;
+      if (option == 3) c.dropout = 0.2;
+      if (option == 4) c.starts = {0, 37, 150};
+      if (option == 5) c.bias = 1, c.softcap = 5, c.max_logit = 1;
+      if (n % 4 == 2) c.window_left = 70;
+      c.sink = n % 2;
+      c.nan_keys = c.key_dtype == 0;
       EXPECT_TRUE(check(backend(), c));
     }
   }

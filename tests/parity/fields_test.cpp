@@ -72,7 +72,7 @@ TEST_P(Fields, QuantisedKeys) {
 
 // fp8 queries, keys and values, by every kernel of a backend, in every layout and beside every option. Some have the 16-byte rows
 // and several query tiles and KV tiles of the kernels with fp8 products. Few enough cases that their references are kept from backend to backend.
-// fp32 queries and results with 16-bit keys, values and bias, as inference engines on CPUs have them.
+// fp32 queries and results with 16-bit keys, values and bias, as ggml has them.
 TEST_P(Fields, SixteenBitKeysOfFp32Queries) {
   for (const int64_t key_dtype : {FA_FLOAT16, FA_BFLOAT16}) {
     for (const int64_t queries : {1, 10, 70}) {

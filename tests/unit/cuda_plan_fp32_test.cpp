@@ -97,7 +97,13 @@ TEST(CudaPlanFp32, WhatTensorCoresServe) {
          p.fp32_products = true;
          set_bias(p);
        }},
-      {"batch-invariant", "", "", [](MaskedProblem &p) { p.batch_invariant = p.deterministic = true; }},
+      {"batch-invariant", "d64", "d64", [](MaskedProblem &p) { p.batch_invariant = p.deterministic = true; }},
+      {"batch-invariant, at most 16 packed queries", "d64", "d64",
+       [](MaskedProblem &p) {
+         p.batch_invariant = p.deterministic = true;
+         p.q_lengths.cu = &unreadable;
+         p.q_lengths.max_len = p.q_lengths.total = 16;
+       }},
       {"16 queries", "", "", [](MaskedProblem &p) { p.q_lengths.max_len = 16; }},
       {"more keys than it counts", "", "", [](MaskedProblem &p) { p.k_lengths.total = int64_t{1} << 32; }},
       {"bias and 129 columns", "d192g", "d192g",

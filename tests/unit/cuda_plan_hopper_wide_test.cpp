@@ -79,10 +79,10 @@ TEST(CudaPlanHopper, PagesOfWideHeads) {
     const ForwardPlan plan = forward_plan(bytes, h200());
     EXPECT_EQ(kernel_name(bytes, plan), splits > 1 ? "sm90_fwd_bf16_e4m3_d512p_split" : "sm90_fwd_bf16_e4m3_d512p");
     EXPECT_EQ(plan.num_splits, splits);
-    EXPECT_EQ(plan.widened_keys, 1024);
+    EXPECT_EQ(plan.copied_keys, 1024);
     const size_t rows = static_cast<size_t>(splits * bytes.batch * bytes.heads_q * queries), copy = 2 * 4 * 2 * 1024 * 512 * 2;
-    EXPECT_GE(plan.widened_offset, splits > 1 ? rows * 513 * sizeof(float) : 0);
-    EXPECT_EQ(plan.workspace_bytes, plan.widened_offset + copy);
+    EXPECT_GE(plan.copy_offset, splits > 1 ? rows * 513 * sizeof(float) : 0);
+    EXPECT_EQ(plan.workspace_bytes, plan.copy_offset + copy);
   }
   bytes.k_lengths.max_len = 1 << 17;
   EXPECT_EQ(forward_plan(bytes, h200()).family, Family::decode);
@@ -98,20 +98,22 @@ TEST(CudaPlanHopper, PagesOfWideHeads) {
     p.group = 8;
     EXPECT_EQ(name(p), "sm90_fwd_bf16_" + expected) << queries << " " << keys << " " << head_dim;
   }
-  // What keeps the pages from TMA, and what the kernel does not do, is as before.
-  const std::vector<std::pair<const char *, void (*)(MaskedProblem &)>> others = {
-      {"pages of 8", [](MaskedProblem &p) { set_pages(p, 8); }},
-      {"rows that end within a swizzle atom", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 328, set_pages(p, 64); }},
-      {"batch-invariant", [](MaskedProblem &p) { p.batch_invariant = p.deterministic = true; }},
-      {"left padding", [](MaskedProblem &p) { set_starts(p); }},
-      {"more steps of pages and heads than TMA counts",
+  // What keeps the pages from TMA, and what the kernel does not do. A copy has no pages.
+  const std::tuple<const char *, bool, void (*)(MaskedProblem &)> others[] = {
+      {"pages of 8", true, [](MaskedProblem &p) { set_pages(p, 8); }},
+      {"rows that end within a swizzle atom", true,
+       [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 328, set_pages(p, 64); }},
+      {"batch-invariant", false, [](MaskedProblem &p) { p.batch_invariant = p.deterministic = true; }},
+      {"left padding", true, [](MaskedProblem &p) { set_starts(p); }},
+      {"more steps of pages and heads than TMA counts", true,
        [](MaskedProblem &p) { p.num_pages = INT32_MAX, p.k.batch_stride += 8; }},
   };
-  for (const auto &[text, change] : others) {
+  for (const auto &[text, copied, change] : others) {
     MaskedProblem p = paged(1000, 1000, 512, 8);
     change(p);
-    const Family family = forward_plan(p, h200()).family;
-    EXPECT_TRUE(family == Family::sm80 || family == Family::simt) << text;
+    const ForwardPlan plan = forward_plan(p, h200());
+    EXPECT_EQ(plan.contiguous_copy, copied) << text;
+    EXPECT_TRUE(copied ? plan.family == Family::sm90 : plan.family == Family::sm80 || plan.family == Family::simt) << text;
   }
 }
 

@@ -67,27 +67,28 @@ TEST(CudaPlan, AListOfLaunchesKnowsItsEnd) {
   EXPECT_TRUE(parameters.overflowed());
 }
 
-// Kernels with fp32 queries read fp32 or 8-bit keys and fp32 bias.
-TEST(CudaPlan, RefusesSixteenBitsBesideFp32Queries) {
-  const auto refused = [](const MaskedProblem &p, const char *text) {
-    ForwardPlan forward;
-    BackwardPlan backward;
-    for (const bool back : {false, true}) {
-      ErrorText error;
-      EXPECT_EQ(
-          back ? plan_backward(backward_of(p), h200(), backward, error) : plan_forward(forward_of(p), h200(), forward, error),
-          FA_ERROR_UNSUPPORTED);
-      EXPECT_NE(std::string(error.text).find(text), std::string::npos) << error.text;
+// fp32 queries beside fewer bits: CUDA cores, or for many rows Hopper's kernels for fp32, on a copy of K and V. A bias stays what it is.
+TEST(CudaPlan, FewerBitsBesideFp32Queries) {
+  for (const Dtype dtype : {Dtype::f16, Dtype::bf16, Dtype::e4m3}) {
+    for (const int64_t queries : {1, 1000}) {
+      MaskedProblem p = problem(queries, 2000, 64);
+      set_dtype(p, Dtype::f32);
+      p.k.dtype = p.v.dtype = dtype;
+      const ForwardPlan plan = forward_plan(p, h200());
+      EXPECT_EQ(plan.family, queries == 1 ? Family::simt : Family::sm90_fp32);
+      EXPECT_EQ(plan.contiguous_copy, queries > 1);
+      p.fp32_products = true;
+      EXPECT_EQ(forward_plan(p, h200()).family, Family::simt);
+      p.fp32_products = false;
+      set_bias(p);
+      p.bias.dtype = Dtype::bf16;
+      EXPECT_EQ(forward_plan(p, h200()).family, Family::simt);
+      set_dtype(p, Dtype::f32);
+      p.bias.dtype = Dtype::bf16;
+      EXPECT_EQ(forward_plan(p, h200()).family, Family::simt);
+      EXPECT_EQ(backward_plan(backward_of(p), h200()).family, Family::simt);
     }
-  };
-  MaskedProblem p = problem(100, 200, 64);
-  set_dtype(p, Dtype::f32);
-  p.k.dtype = p.v.dtype = Dtype::f16;
-  refused(p, "k.dtype is float16 and q.dtype float32");
-  set_dtype(p, Dtype::f32);
-  set_bias(p);
-  p.bias.dtype = Dtype::bf16;
-  refused(p, "bias.dtype is bfloat16 and q.dtype float32");
+  }
 }
 
 // Lengths live on the device, and a captured graph serves other lengths: plans must not depend on them, nor read them.
@@ -136,6 +137,38 @@ TEST(CudaPlan, BatchInvariantProblemsAreSplitAlike) {
       splits.insert(forward_plan(p, h200()).num_splits);
     }
     EXPECT_EQ(splits.size(), 1u) << seqlen_q;
+  }
+}
+
+// Packed queries get kernels for FA_FLAG_SAME_BITS, whatever the batch is.
+TEST(CudaPlan, BatchInvariantPackedQueries) {
+  for (const bool bytes : {false, true}) {
+    for (const int64_t head_dim : {64, 128, 256}) {
+      if (bytes && head_dim == 256) continue;  // refused with that flag
+      for (const int64_t batch : {1, 2, 50}) {
+        for (const int64_t length : {1, 70, 1000, 16384}) {
+          MaskedProblem p = problem(length, length, head_dim);
+          p.batch = batch;
+          p.batch_invariant = p.deterministic = true;
+          p.q_lengths.cu = &unreadable;
+          p.q_lengths.total = batch * length;
+          if (bytes) {
+            p.k.dtype = p.v.dtype = Dtype::e4m3;
+            set_pages(p, 16);
+          } else {
+            p.k_lengths.cu = &unreadable;
+            p.k_lengths.total = batch * length;
+          }
+          const ForwardPlan plan = forward_plan(p, h200());
+          EXPECT_NE(plan.family, Family::sm80);
+          EXPECT_NE(kernel_of(plan).features & kSameBits, 0u) << kernel_name(p, plan);
+          Device before_hopper = h200();
+          before_hopper.sm90 = false;
+          const Family other = forward_plan(p, before_hopper).family;
+          EXPECT_TRUE(other == Family::sm80 || other == Family::simt);
+        }
+      }
+    }
   }
 }
 

@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "cuda/host/key_lists.h"
+#include "cuda/host/kv_copy.h"
 #include "cuda/kernels/cell_map/cell_map.h"
 #include "cuda/kernels/max_logit/max_logit.h"
 
@@ -62,6 +63,14 @@ fa_status make_launches(const ForwardProblem &problem, const ForwardPlan &plan, 
       launches.add("key list kernel", key_lists_launch(params), &params);
     }
     return make_launches(single, plan, memory, launches, error);
+  }
+  if (plan.contiguous_copy) {
+    void *const copy = static_cast<char *>(memory.workspace) + plan.copy_offset;
+    ForwardPlan of_copy = plan;
+    of_copy.contiguous_copy = false;
+    of_copy.copied_keys = 0;
+    return make_launches(add_kv_copy(problem, plan.copied_keys, kMostTileKeys, copy, launches), of_copy, memory, launches,
+                         error);
   }
   if (plan.cell_map) add_cell_map(problem, /*backward=*/false, plan.cell_map_offset, memory, launches);
   if (problem.max_logit != nullptr) {

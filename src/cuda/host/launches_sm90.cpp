@@ -4,13 +4,13 @@
 #include <cmath>
 #include <numeric>
 
+#include "cuda/host/kv_copy.h"
 #include "cuda/host/launches.h"
 #include "cuda/host/planners.h"
 #include "cuda/host/tensor_maps.h"
 #include "cuda/kernels/bwd_sm90/backward.h"
 #include "cuda/kernels/fwd_sm90/forward.h"
 #include "cuda/kernels/fwd_sm90/transposed_v.h"
-#include "cuda/kernels/fwd_sm90/widened_kv.h"
 #include "cuda/kernels/jvp_sm90/jvp.h"
 
 namespace fa::cuda::sm90 {
@@ -57,20 +57,12 @@ void set_pages(const ForwardProblem &p, const ForwardPlan &plan, const ForwardSh
   pages.split_lse = reinterpret_cast<float *>(workspace + plan.split_lse_offset);
 }
 
-// The problem of kernels for pages. Launches the kernel that widens 8-bit K and V in the workspace.
+// The problem of kernels for pages, and the launches that copy 8-bit K and V.
 ForwardProblem add_pages(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches) {
-  if (plan.widened_keys == 0) return in_pages(p, 0, nullptr);
-  const ForwardProblem pages = in_pages(p, plan.widened_keys, static_cast<char *>(memory.workspace) + plan.widened_offset);
-  auto &params = launches.make_params<WidenParams>();
-  params.problem = p;
-  params.limits = Diagonal<int32_t>::Limits(p.band);
-  params.page_size = Divisor(std::max<int64_t>(p.page_size, 1));
-  params.k = pages.k;
-  params.v = pages.v;
-  params.k_descale = p.k_descale;
-  params.key_blocks = static_cast<int32_t>(plan.widened_keys / kWidenedKeys);
-  launches.add("widening kernel", widen_launch(params), &params);
-  return pages;
+  if (plan.copied_keys == 0) return in_pages(p, 0, nullptr);
+  void *const copy = static_cast<char *>(memory.workspace) + plan.copy_offset;
+  add_kv_copy(p, plan.copied_keys, /*tile_keys=*/64, copy, launches);
+  return in_pages(p, plan.copied_keys, copy);
 }
 
 // What a kernel with a score text stages as others stage a bias.
@@ -249,7 +241,7 @@ fa_status add_forward(const ForwardProblem &p, const ForwardPlan &plan, const La
 
 fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const LaunchMemory &memory, Launches &launches,
                        ErrorText &error) {
-  if (!kForwardShapes[plan.shape].packs_heads() && plan.widened_keys == 0) return add_forward(p, plan, memory, launches, error);
+  if (!kForwardShapes[plan.shape].packs_heads() && plan.copied_keys == 0) return add_forward(p, plan, memory, launches, error);
   return add_forward(add_pages(p, plan, memory, launches), plan, memory, launches, error);
 }
 

@@ -7,9 +7,11 @@ namespace fa::cuda {
 namespace {
 
 OperandSet operands_of(const Problem &p) {
-  if (!is_quantised(p.k.dtype)) return p.q.dtype == Dtype::f32 ? kFp32 : k16Bit;
-  if (p.q.dtype == Dtype::e4m3) return p.out.dtype == Dtype::f32 ? kMixed8Bit : kFp8;
-  return p.q.dtype == Dtype::f32 ? kMixed8Bit : k8BitKv;
+  const bool fp32_bias = p.bias.data == nullptr || p.bias.dtype == Dtype::f32;
+  if (p.q.dtype == Dtype::f32) return p.k.dtype == Dtype::f32 && fp32_bias ? kFp32 : kMixed;
+  if (!is_quantised(p.k.dtype)) return k16Bit;
+  if (p.q.dtype == Dtype::e4m3) return p.out.dtype == Dtype::f32 ? kMixed : kFp8;
+  return k8BitKv;
 }
 
 constexpr int64_t kMaxTmaStride = int64_t{1} << 39;  // of 2-byte elements

@@ -47,11 +47,13 @@ struct ForwardPlan {
   int32_t cluster = 0;                 // decode, mla: CTAs of a cluster that share a work tile; 0: no clusters
   size_t planes_offset[3] = {};        // sm90_fp32: in the workspace, of q, k and v
   int64_t transposed_v_keys = 0;       // sm90, fp8: row length of the transposed copy of V, which is the workspace
-  int64_t widened_keys = 0;            // sm90, 8-bit K and V in kernels for pages: keys of a sequence in the copy of 16 bits
-  size_t widened_offset = 0;           // in the workspace
-  bool scored = false;                 // kernels are compiled with the score text
-  bool cell_map = false;               // launches begin with those that build the cell map of masks as data (data_mask.h)
-  size_t cell_map_offset = 0;          // in the workspace
+  // The kernel reads a copy of K and V (kv_copy.h): rows of a sequence in it, and its place in the workspace. Kernels for pages read it as pages.
+  int64_t copied_keys = 0;
+  size_t copy_offset = 0;
+  bool contiguous_copy = false;  // the plan is of the problem with a copy without pages, into which descales are folded
+  bool scored = false;           // kernels are compiled with the score text
+  bool cell_map = false;         // launches begin with those that build the cell map of masks as data (data_mask.h)
+  size_t cell_map_offset = 0;    // in the workspace
   // The plan is of single queries with a list of keys each (key_lists.h), and launches begin with the one that writes their page tables.
   bool key_lists = false;
   bool finds_listed_keys = false;  // the kernel reads the lists itself, and there are no tables

@@ -50,6 +50,8 @@ const char *tensor_core_reason(ScoreSet scores) {
 const char *why_cuda_cores(std::span<const KernelRow> rows, const Needs &needs, const Device &device) {
   if ((needs.features & kFp32Products) != 0) return "CUDA-core kernel: FA_FLAG_FP32_PRODUCTS keeps to fp32 multiply-adds";
   if (needs.operands == kFp32) return "CUDA-core kernel: fp32 operands are multiplied in fp32";
+  if (needs.operands == kMixed)
+    return "CUDA-core kernel: with fp32 queries or results, operands of fewer bits are widened to fp32";
   if (needs.operands != k16Bit) return "CUDA-core kernel: fp8 and int8 operands are widened to fp32";
   const auto serves = [&](const KernelRow &row) { return can_serve(row, needs); };
   if (std::none_of(rows.begin(), rows.end(), serves))

@@ -30,14 +30,12 @@ fa_status plan_append(const AppendProblem &p, const Device &, AppendPlan &plan, 
     return fail(error, FA_ERROR_UNSUPPORTED, "q and k have %" PRId64 " heads together; on CUDA one call takes up to %" PRId64,
                 p.heads_q + p.heads_k, kMaxAppendHeads);
   }
-  if (p.k_cache.dtype != p.k.dtype && !is_quantised(p.k_cache.dtype)) {
-    return fail(error, FA_ERROR_UNSUPPORTED,
-                "k.dtype is float32 and k_cache.dtype %s; CUDA kernels do not convert between these",
-                p.k_cache.dtype == Dtype::f16 ? "float16" : "bfloat16");
-  }
   if (is_quantised(p.k_cache.dtype)) {
     plan.kernel = "cuda_append_8bit";
     plan.reason = "append kernel for 8-bit caches: one warp quantises a head of a row";
+  } else if (p.k_cache.dtype != p.k.dtype) {
+    plan.kernel = "cuda_append_16bit";
+    plan.reason = "append kernel for fp32 rows and 16-bit caches: one warp rounds a head of a row";
   } else {
     plan.kernel = "cuda_append";
     plan.reason = "append kernel: a thread copies or rotates a few neighbouring columns";

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "cuda/host/kv_copy.h"
 #include "cuda/host/plan_stream_k.h"
 #include "cuda/kernels/fwd_sm90/forward_table.h"
 #include "cuda/kernels/fwd_sm90/transposed_v.h"
@@ -66,13 +67,6 @@ bool takes_narrow_pages(const Problem &p) {
          is_kv_tma_compatible(p, p.v, p.head_dim_v, kBoxRows);
 }
 
-// Keys of a sequence in the copy of 8-bit K and V: whole KV tiles. -1: the copy would be too large.
-int64_t widened_keys_of(const Problem &p) {
-  constexpr int64_t kTile = 64, kMostBytes = int64_t{1} << 30;
-  const int64_t keys = ceil_div(p.k_lengths.max_len, kTile) * kTile;
-  return keys <= kMostBytes / 2 / (p.head_dim + p.head_dim_v) / std::max<int64_t>(p.heads_k * p.batch, 1) ? keys : -1;
-}
-
 // Query heads that are rows of one work tile of 64 rows: as many of a group as divide it.
 int64_t tile_heads_of(const Problem &p) {
   constexpr int64_t kRows = 64;
@@ -120,6 +114,26 @@ int64_t mean_queries(const Problem &p) {
   return p.q_lengths.cu != nullptr ? p.q_lengths.total / std::max<int64_t>(p.batch, 1) : p.q_lengths.max_len;
 }
 
+// Times for a key of a head, in hundredths of what a row of queries takes in Hopper's kernels (H200, head_dim 64 to 256): of a row in those of a family, and of
+// the copy.
+int64_t row_time(Family family) {
+  switch (family) {
+    case Family::sm90:
+      return 100;
+    case Family::extend:
+      return 130;
+    case Family::sm80:
+      return 200;
+    case Family::decode:
+      return 500;
+    case Family::sm90_fp32:
+      return 650;
+    default:
+      return 2500;
+  }
+}
+int64_t copy_time(const Problem &p) { return 5600 * (dtype_bytes(p.k.dtype) + 2 * dtype_bytes(p.q.dtype)); }
+
 }  // namespace
 
 PageDimension page_dimension(const Problem &p, const Operand &t) {
@@ -129,16 +143,11 @@ PageDimension page_dimension(const Problem &p, const Operand &t) {
   return {stride, page / stride, head / stride, (p.num_pages - 1) * (page / stride) + (p.heads_k - 1) * (head / stride) + 1};
 }
 
-ForwardProblem in_pages(const ForwardProblem &p, int64_t widened_keys, void *widened) {
+ForwardProblem in_pages(const ForwardProblem &p, int64_t copied_keys, void *copy) {
   ForwardProblem pages = p;
   if (is_quantised(p.k.dtype)) {
-    auto *copy = static_cast<char *>(widened);
-    for (const auto &[t, columns] : {std::pair{&pages.k, p.head_dim}, {&pages.v, p.head_dim_v}}) {
-      *t = {copy, p.q.dtype, p.heads_k * widened_keys * columns, columns, widened_keys * columns};
-      copy += align_up(static_cast<size_t>(p.batch * t->batch_stride * dtype_bytes(t->dtype)));
-    }
-    pages.page_table = nullptr;
-    pages.page_size = widened_keys;
+    pages = with_copied_kv(p, copied_keys, copy);
+    pages.page_size = copied_keys;
     pages.num_pages = p.batch;
   } else if (p.page_table == nullptr) {
     pages.page_size = p.k_lengths.max_len;
@@ -149,14 +158,14 @@ ForwardProblem in_pages(const ForwardProblem &p, int64_t widened_keys, void *wid
 
 bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device, ForwardPlan &plan) {
   const bool causal = is_causal(p), widens = needs.operands == k8BitKv, paged = (needs.features & kPagedKv) != 0 || widens;
-  const int64_t widened_keys = widens ? widened_keys_of(p) : 0;
+  const int64_t copied_keys = widens ? copied_keys_of(p) : 0;
   const bool wide = std::max(p.head_dim, p.head_dim_v) > kNarrowHead,
              asks = needs.operands == k16Bit ? paged || prefers_packed_rows(p, device) : widens;
   const auto readable = [&] {
-    if (wide) return takes_pages(in_pages(p, widened_keys, nullptr));
-    return widens ? takes_narrow_pages(in_pages(p, widened_keys, nullptr)) : takes_narrow_pages(p);
+    if (wide) return takes_pages(in_pages(p, copied_keys, nullptr));
+    return widens ? takes_narrow_pages(in_pages(p, copied_keys, nullptr)) : takes_narrow_pages(p);
   };
-  bool pages = (wide ? asks : paged) && widened_keys >= 0 && readable();
+  bool pages = (wide ? asks : paged) && copied_keys >= 0 && readable();
   if (paged && !pages) return false;
   const KernelRow *chosen = nullptr;
   const auto find = [&] {
@@ -212,12 +221,9 @@ bool plan_sm90(const ForwardProblem &p, const Needs &needs, const Device &device
     }
   }
   if (widens) {
-    plan.widened_keys = widened_keys;
-    plan.widened_offset = align_up(plan.workspace_bytes);
-    const int64_t rows = p.batch * p.heads_k * widened_keys;
-    plan.workspace_bytes = plan.widened_offset;
-    for (const int64_t columns : {p.head_dim, p.head_dim_v})
-      plan.workspace_bytes += align_up(static_cast<size_t>(rows * columns * dtype_bytes(p.q.dtype)));
+    plan.copied_keys = copied_keys;
+    plan.copy_offset = align_up(plan.workspace_bytes);
+    plan.workspace_bytes = plan.copy_offset + copied_kv_bytes(p, copied_keys);
   }
   if (shape.workspace_total) reserve_totals(shape.rows(), shape.head_dim_v, plan);
   plan.tma_out = shape.out_atoms > 0 && is_tma_compatible(p.out, p.q_lengths, p.head_dim_v);
@@ -251,18 +257,20 @@ bool reads_pages_by_heads(const ForwardPlan &hopper) {
   return shape.pages && !shape.packs_heads();
 }
 
-bool widening_is_better(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &hopper) {
-  const sm90::ForwardShape &shape = sm90::kForwardShapes[hopper.shape];
-  if (shape.packs_heads()) {
+bool copying_may_be_better(const Problem &p, const ForwardPlan &other) {
+  return mean_queries(p) * p.group * row_time(other.family) > copy_time(p);
+}
+
+bool copying_is_better(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &plan) {
+  if (plan.family == Family::sm90 && sm90::kForwardShapes[plan.shape].packs_heads()) {
     constexpr int32_t kFewRowBlocks = 4;  // of decode; each reads all keys again, from L2 at best
     return other.row_blocks > kFewRowBlocks;
   }
-  // In rows of Hopper's kernel: what the copy of a key takes, and the rows of the other kernels, in hundredths (H200, head_dim 64 to 256, e4m3).
-  constexpr int64_t kCopyRows = 280, kExtendRow = 130, kDecodeRow = 500;
-  const int64_t queries = mean_queries(p), rows = queries * p.group, tiles = ceil_div(queries, shape.rows()),
-                idle = std::max<int64_t>(device.multiprocessors * 100 / std::max<int64_t>(tiles * p.heads_q * p.batch, 1), 100);
-  return rows * (other.family == Family::extend ? kExtendRow : kDecodeRow) >
-         tiles * shape.rows() * p.group * idle + kCopyRows * 100;
+  const int64_t queries = mean_queries(p), tile = kernel_of(plan).rows, tiles = ceil_div(queries, tile),
+                waves =
+                    std::max<int64_t>(device.multiprocessors * 100 / std::max<int64_t>(tiles * p.heads_q * p.batch, 1), 100);
+  return queries * p.group * row_time(other.family) >
+         tiles * tile * p.group * waves * row_time(plan.family) / 100 + copy_time(p);
 }
 
 // Work tiles of sm90 take 0.85 of the time of as many rows of extend, whether queries fill them or not; and extend gives all SMs keys where there

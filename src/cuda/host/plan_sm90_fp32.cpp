@@ -12,8 +12,13 @@
 namespace fa::cuda {
 namespace {
 
-// Fewer queries leave most of a CTA's rows empty.
-constexpr int64_t kFewQueries = 16;
+// Fewer queries leave most of a CTA's rows empty. Where sequences have lengths of their own, and a sequence is to get the same bits in any batch, the longest
+// one has no say.
+bool has_few_queries(const Problem &p) {
+  constexpr int64_t kFewQueries = 16;
+  const bool own_lengths = p.q_lengths.cu != nullptr || p.q_lengths.used != nullptr;
+  return p.q_lengths.max_len <= kFewQueries && !(p.batch_invariant && own_lengths);
+}
 
 // Places the planes of q, k and v, and of dout if there are four, behind `bytes` of the workspace. Whether one launch
 // writes them and TMA describes them.
@@ -66,8 +71,8 @@ bool plan_sm90_fp32(const ForwardProblem &p, const Needs &needs, const Device &d
 // among CTAs.
 bool beats_sm90_fp32(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &sm90_fp32) {
   constexpr int64_t kTimesFaster = 4;
-  return p.q_lengths.max_len <= kFewQueries ||
-         (other.num_splits > 1 && sm90_fp32.blocks * kTimesFaster <= device.multiprocessors);
+  return has_few_queries(p) ||
+         (!p.batch_invariant && other.num_splits > 1 && sm90_fp32.blocks * kTimesFaster <= device.multiprocessors);
 }
 
 fa_status plan_backward_sm90_fp32(const BackwardProblem &b, const Needs &needs, const Device &device, bool &found,
@@ -76,7 +81,7 @@ fa_status plan_backward_sm90_fp32(const BackwardProblem &b, const Needs &needs, 
   const std::span<const KernelRow> kernels = candidates(Family::sm90_fp32, Pass::backward, needs);
   const auto row =
       std::find_if(kernels.begin(), kernels.end(), [&](const KernelRow &kernel) { return can_run(kernel, needs, device); });
-  found = row != kernels.end() && p.q_lengths.max_len > kFewQueries;
+  found = row != kernels.end() && !has_few_queries(p);
   if (!found) return FA_OK;
   plan.q_tile_rows = sm90_fp32::stat_rows(row->scores != kPlain);
   plan.q_tiles = static_cast<int32_t>(ceil_div(p.q_lengths.max_len, plan.q_tile_rows));

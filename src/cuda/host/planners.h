@@ -28,17 +28,17 @@ struct PageDimension {
 };
 PageDimension page_dimension(const Problem &problem, const Operand &tensor);
 // The problem as Hopper's kernels for pages see it. Contiguous keys of a sequence are one page; so are those of the copy of 8-bit K and V, of
-// `widened_keys` each.
-ForwardProblem in_pages(const ForwardProblem &problem, int64_t widened_keys, void *widened);
+// `copied_keys` each.
+ForwardProblem in_pages(const ForwardProblem &problem, int64_t copied_keys, void *copy);
 
 // Whether the kernel of `other` serves a problem better than that of `hopper`, of family sm90.
 bool beats_sm90(const Problem &problem, const Device &device, const ForwardPlan &other, const ForwardPlan &hopper);
 
 // Whether a plan of family sm90 is for pages, and its work tiles have queries of one head each.
 bool reads_pages_by_heads(const ForwardPlan &hopper);
-// Whether a copy of 8-bit K and V in 16 bits (fwd_sm90/widened_kv.h) and `hopper`, which reads it, take less time than `other`, an extend or decode
-// kernel that widens each KV tile.
-bool widening_is_better(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &hopper);
+// Whether a copy of K and V in 16 bits (kv_copy.h) and `plan`, which reads it, take less time than `other`, which reads K and V where they are.
+bool copying_may_be_better(const Problem &p, const ForwardPlan &other);  // with any plan
+bool copying_is_better(const Problem &p, const Device &device, const ForwardPlan &other, const ForwardPlan &plan);
 // Whether extend, whose work tiles have the query heads of a group as rows, serves such a problem better.
 bool extend_reads_pages_better(const Problem &problem, const Device &device, const ForwardPlan &extend,
                                const ForwardPlan &hopper);

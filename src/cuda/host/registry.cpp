@@ -75,7 +75,8 @@ constexpr void describe_fp32(KernelRow &row, ScoreSet scores) {
   row.any_dtype = true;
   row.operands = kFp32;
   row.scores = scores;
-  row.features = kDeterministic | kSeparateV | kLeftPadding | kUnalignedRows | kNoTma | (scores != kPlain ? 0 : kPlainScores);
+  row.features = kBatchInvariant | kBatchInvariantVarlenQ | kDeterministic | kSeparateV | kLeftPadding | kUnalignedRows |
+                 kNoTma | (scores != kPlain ? 0 : kPlainScores);
 }
 
 constexpr FeatureSet kCacheFeatures = kPagedKv | kSplitKv | kBatchInvariant | kDeterministic | kPlainScores | kNoTma;
@@ -166,7 +167,7 @@ constexpr auto kRows = concatenate(
               row.set = "simt_bwd";
               row.any_dtype = true;
               row.head_dim = row.head_dim_v = shape.columns;
-              row.operands = kFp32 | k16Bit;
+              row.operands = kFp32 | k16Bit | kMixed;
               row.scores = kAllAndScoreText;
               row.features = kAnyFeatures;
               row.rows = shape.own_rows();

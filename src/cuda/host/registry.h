@@ -20,11 +20,11 @@ constexpr int kNumPasses = 3;
 
 // Types of operands, a set of bits.
 using OperandSet = uint32_t;
-constexpr OperandSet kFp32 = 1;        // q, k, v
-constexpr OperandSet k16Bit = 2;       // fp16 or bf16
-constexpr OperandSet k8BitKv = 4;      // 16-bit q; k and v e4m3 or int8
-constexpr OperandSet kFp8 = 8;         // q, k, v e4m3; 16-bit out
-constexpr OperandSet kMixed8Bit = 16;  // every other combination with 8-bit k and v
+constexpr OperandSet kFp32 = 1;    // q, k, v
+constexpr OperandSet k16Bit = 2;   // fp16 or bf16
+constexpr OperandSet k8BitKv = 4;  // 16-bit q; k and v e4m3 or int8
+constexpr OperandSet kFp8 = 8;     // q, k, v e4m3; 16-bit out
+constexpr OperandSet kMixed = 16;  // every other combination: fp32 q or out, and fewer bits of k, v or bias
 constexpr OperandSet kAnyOperands = 31;
 
 // What a problem asks for besides operands and score terms, a set of bits.

@@ -8,6 +8,7 @@
 #include "core/backend.h"
 #include "cuda/common/operand.h"
 #include "cuda/host/key_lists.h"
+#include "cuda/host/kv_copy.h"
 #include "cuda/host/planners.h"
 #include "cuda/kernels/cell_map/cell_map.h"
 #include "cuda/kernels/decode/shared_storage.h"
@@ -48,16 +49,6 @@ fa_status check_limits(const Problem &p, ErrorText &error) {
     return fail(error, FA_ERROR_UNSUPPORTED,
                 "seqlen_q is %" PRId64 " and seqlen_k %" PRId64 "; CUDA kernels count rows and keys up to 2^30 - 1024",
                 p.q_lengths.max_len, p.k_lengths.max_len);
-  }
-  if (p.q.dtype == Dtype::f32 && is_16_bit(p.k.dtype)) {
-    return fail(error, FA_ERROR_UNSUPPORTED,
-                "k.dtype is %s and q.dtype float32; CUDA kernels take 16-bit keys only with queries of the same dtype",
-                dtype_name(p.k.dtype));
-  }
-  if (p.q.dtype == Dtype::f32 && p.bias.data != nullptr && is_16_bit(p.bias.dtype)) {
-    return fail(error, FA_ERROR_UNSUPPORTED,
-                "bias.dtype is %s and q.dtype float32; CUDA kernels take a 16-bit bias only with queries of the same dtype",
-                dtype_name(p.bias.dtype));
   }
   return FA_OK;
 }
@@ -131,7 +122,7 @@ fa_status check_same_bits(const BackwardProblem &b, const Device &device, ErrorT
 //                         beats_sm90() prefers the next
 //   FA_FLAG_SAME_BITS     any                                           extend
 //   K and V               rows and queries                              kernels
-//   8-bit                 where widening_is_better()                    sm90 (16-bit copy)
+//   8-bit                 where copying_is_better()                    sm90 (16-bit copy)
 //   any                   more than 32 rows, of 8-bit K and V or of     extend
 //                         at most 16 queries
 //   any                   any, but of latent caches 16, where mla       decode
@@ -177,7 +168,7 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
     if (plan.row_blocks == 1) return FA_OK;
     const bool is_better = decode::is_latent(static_cast<int32_t>(p.head_dim))
                                ? plan_mla(p, needs, device, larger)
-                               : kv_8bit && plan_sm90(p, needs, device, larger) && widening_is_better(p, device, plan, larger);
+                               : kv_8bit && plan_sm90(p, needs, device, larger) && copying_is_better(p, device, plan, larger);
     if (is_better) plan = larger;
     return FA_OK;
   };
@@ -263,6 +254,66 @@ std::string by_elements(std::initializer_list<std::pair<const char *, bool>> ten
   return names.empty() ? "" : "; not aligned for 16-byte vectors: " + names;
 }
 
+// FA_FLAG_BATCH_INVARIANT of packed queries, for which Hopper has no kernels without FA_FLAG_SAME_BITS: those with it give more than is asked for, in
+// three fifths of the time. Lengths have no say here: with all of them a sequence gets the same bits.
+void take_same_bits(const ForwardProblem &p, const Device &device, ForwardPlan &plan) {
+  if (!p.batch_invariant || p.same_bits || (plan.family != Family::sm80 && plan.family != Family::simt)) return;
+  ForwardProblem with_flag = p;
+  with_flag.same_bits = with_flag.deterministic = true;
+  ForwardPlan other;
+  ErrorText refusal;
+  if (plan_forward(with_flag, device, other, refusal) == FA_OK && other.family != Family::sm80 && other.family != Family::simt)
+    plan = other;
+}
+
+// Makes `plan` that of a copy of K and V without pages in the type of the queries where it takes less time than `in_place`, whose kernel reads pages or 8-bit numbers
+// themselves: few kernels for Hopper read pages, and few for tensor cores 8-bit numbers. Returns whether it does.
+bool plan_contiguous_copy(const ForwardProblem &p, const Device &device, const ForwardPlan &in_place, ForwardPlan &plan) {
+  const bool kv_8bit = is_quantised(p.k.dtype);
+  const bool reads_slowly = in_place.family == Family::simt || in_place.family == Family::sm80 ||
+                            (kv_8bit && (in_place.family == Family::decode || in_place.family == Family::extend));
+  if (!reads_slowly || p.q.dtype == Dtype::e4m3 || (p.page_table == nullptr && p.k.dtype == p.q.dtype) || p.batch_invariant ||
+      p.score_text.given || p.finds_listed_keys || p.rows_per_page != 0 || !copying_may_be_better(p, in_place)) {
+    return false;
+  }
+  // Rounded into a copy of 16 bits, descales would cost more than is allowed (docs/notes/2026-11-30-cpu-8bit-prompts.md).
+  const bool has_descales = p.k_descale.factors.data != nullptr || p.v_descale.factors.data != nullptr;
+  if (kv_8bit && has_descales && p.q.dtype != Dtype::f32) return false;
+  const int64_t keys = copied_keys_of(p);
+  if (keys < 0) return false;
+  // A plan reads no addresses, but asks how they are aligned.
+  void *const workspace = reinterpret_cast<void *>(kWorkspaceAlignment);
+  ForwardPlan contiguous;
+  ErrorText no_kernel;
+  if (plan_forward(with_copied_kv(p, keys, workspace), device, contiguous, no_kernel) != FA_OK ||
+      !copying_is_better(p, device, in_place, contiguous)) {
+    return false;
+  }
+  plan = contiguous;
+  plan.contiguous_copy = true;
+  plan.copied_keys = keys;
+  plan.copy_offset = align_up(plan.workspace_bytes);
+  plan.workspace_bytes = plan.copy_offset + copied_kv_bytes(p, keys);
+  return true;
+}
+
+// The plan of a kernel that reads K and V where they are.
+fa_status plan_in_place(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
+  FA_RETURN_IF_ERROR(check_limits(p, error));
+  const Needs needs = needs_of(p);
+  FA_RETURN_IF_ERROR(check_same_bits(p, needs, device, error));
+  FA_RETURN_IF_ERROR(choose_built(p, needs, device, plan, error));
+  FA_RETURN_IF_ERROR(plan_cell_map(p, /*backward=*/false, plan, error));
+  plan.vector = needs.vector;
+  if (plan.family == Family::simt) {  // these kernels take care of the end of a row themselves
+    plan.vector.q = has_16_byte_rows(p.q, 0);
+    plan.vector.k = has_16_byte_rows(p.k, 0);
+    plan.vector.v = has_16_byte_rows(p.v, 0);
+    plan.vector.out = has_16_byte_rows(p.out, 0);
+  }
+  return FA_OK;
+}
+
 // The plan of the single queries of a problem with kv_indices, and room for their page tables behind the rest of its workspace. A kernel that
 // finds the keys by itself needs no tables.
 fa_status plan_key_lists(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
@@ -292,19 +343,19 @@ fa_status plan_key_lists(const ForwardProblem &p, const Device &device, ForwardP
 
 fa_status plan_forward(const ForwardProblem &p, const Device &device, ForwardPlan &plan, ErrorText &error) {
   if (p.key_indices.given) return plan_key_lists(p, device, plan, error);
-  FA_RETURN_IF_ERROR(check_limits(p, error));
-  const Needs needs = needs_of(p);
-  FA_RETURN_IF_ERROR(check_same_bits(p, needs, device, error));
-  FA_RETURN_IF_ERROR(choose_built(p, needs, device, plan, error));
-  FA_RETURN_IF_ERROR(plan_cell_map(p, /*backward=*/false, plan, error));
-  plan.vector = needs.vector;
-  if (plan.family == Family::simt) {  // these kernels take care of the end of a row themselves
-    plan.vector.q = has_16_byte_rows(p.q, 0);
-    plan.vector.k = has_16_byte_rows(p.k, 0);
-    plan.vector.v = has_16_byte_rows(p.v, 0);
-    plan.vector.out = has_16_byte_rows(p.out, 0);
+  const fa_status status = plan_in_place(p, device, plan, error);
+  if (status != FA_OK && status != FA_ERROR_NOT_BUILT) return status;
+  ForwardPlan best = plan;
+  if (status == FA_OK) {
+    take_same_bits(p, device, plan);
+    best = plan;
+  } else {
+    Device complete = device;
+    complete.is_built = everything_is_built;
+    ErrorText refusal;
+    if (plan_in_place(p, complete, best, refusal) != FA_OK) return status;
   }
-  return FA_OK;
+  return plan_contiguous_copy(p, device, best, plan) ? FA_OK : status;
 }
 
 fa_status plan_backward(const BackwardProblem &b, const Device &device, BackwardPlan &plan, ErrorText &error) {
@@ -366,8 +417,11 @@ std::string kernel_name(const JvpProblem &j, const JvpPlan &plan) {
 }
 
 std::string reason_of(const ForwardPlan &plan) {
-  const std::string reason = std::string(plan.key_lists ? "every query is a sequence of the keys that it lists; " : "") +
-                             plan.reason,
+  const std::string reason =
+                        std::string(plan.key_lists         ? "every query is a sequence of the keys that it lists; "
+                                    : plan.contiguous_copy ? "on a copy of K and V without pages, in the type of the queries; "
+                                                           : "") +
+                        plan.reason,
                     out = by_elements({{"out", plan.vector.out}});
   switch (plan.family) {
     case Family::sm90:

@@ -175,7 +175,10 @@ def dims(quick: bool) -> List[Case]:
         for n in ((2048,) if quick else (2048, 8192))
     ] + [
         Case("dims", "forward", d, True, q, k, 4, heads, 8, page=page, option=option)
-        for option in ("", "e4m3") for d, heads in ((64, 64), (128, 64), (256, 16)) for q, k, page in SERVED_PROMPTS
+        for option in ("", "e4m3", "e4m3 + softcap") for d, heads in ((64, 64), (128, 64), (256, 16)) for q, k, page in SERVED_PROMPTS
+    ] + [
+        Case("dims", "forward", 128, True, 4096, 4096, 2, 32, 8, page=16, option=f"{cache}{option}")
+        for cache in ("", "e4m3 + ") for option in ("dropout", "bias", "bytes")
     ]
 
 

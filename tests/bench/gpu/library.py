@@ -107,7 +107,8 @@ class Attention:
         self.workspace, self.workspace_bytes = self._workspace(info)
 
     def _set(self, option, q, k, pages, seed):
-        a, (seqlen_q, heads), seqlen_k = self.attention, q.shape[-3:-1], k.shape[-3]
+        a, (seqlen_q, heads) = self.attention, q.shape[-3:-1]
+        seqlen_k = k.shape[-3] * (pages.shape[1] if pages is not None else 1)
         if option.split(" ")[0] in ("e4m3", "int8"):
             shape = k.shape[:3] if option.endswith(" rows") else (q.shape[0], k.shape[2])
             factors = torch.full(shape, 1 / 32 if k.dtype == torch.int8 else 1.0, device=q.device)
@@ -124,8 +125,7 @@ class Attention:
             self.bias = torch.randn(1, heads, seqlen_q, seqlen_k, device=q.device, dtype=dtype)
             a.bias = tensor(self.bias)
         elif option == "lengths":  # all of them, but the host does not know that
-            self.kept.append(torch.full((q.shape[0],), seqlen_k * (pages.shape[1] if pages is not None else 1), dtype=torch.int32,
-                                        device=q.device))
+            self.kept.append(torch.full((q.shape[0],), seqlen_k, dtype=torch.int32, device=q.device))
             a.seqused_k = tensor(self.kept[-1])
         elif option == "invariant":
             a.flags |= abi.FLAG_BATCH_INVARIANT

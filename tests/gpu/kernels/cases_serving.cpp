@@ -248,13 +248,41 @@ void add_page_cases(std::vector<Case> &all) {
         c.alibi = terms;
         c.nan_visible = dtype == FA_BFLOAT16 ? 3 : 0;
         all.push_back(c);
-        if (terms == 0 && flags == 0) {  // bytes, which are widened first
-          c.q.seqlen = 190;
-          c.key_dtype = dtype == FA_FLOAT16 ? FA_FLOAT8_E4M3 : FA_INT8;
-          c.descale = 1;
-          c.nan_visible = 0;
+        if (flags != 0) continue;
+        c.q.seqlen = 190;
+        c.nan_visible = 0;
+        for (const int64_t descale : {1, 2}) {  // bytes, which are widened first
+          c.key_dtype = (dtype == FA_FLOAT16) == (descale == 1) ? FA_FLOAT8_E4M3 : FA_INT8;
+          c.descale = descale;
           all.push_back(c);
         }
+      }
+    }
+  }
+}
+
+// Where a kernel reads a copy of K and V without pages: once for each pair of formats and direction of masks.
+void add_copy_cases(std::vector<Case> &all) {
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const fa_dtype key_dtype : std::initializer_list<fa_dtype>{dtype, FA_FLOAT8_E4M3, FA_INT8}) {
+      for (const int64_t head_dim : {64, 160}) {
+        Case c = forward_only("every kernel that copies keys and values", all, dtype, head_dim);
+        if (key_dtype != dtype) {
+          c.key_dtype = key_dtype;
+          c.descale = key_dtype == FA_INT8 ? 2 : 1;
+        }
+        c.batch = 2;
+        c.heads_q = 24;
+        c.heads_k = 6;
+        c.q.seqlen = 300;
+        c.k.seqlen = 500;
+        c.k.used = {500, 333};
+        c.page_size = 24;
+        c.window_left = head_dim == 64 ? 100 : -1;
+        c.element_mask = 1;
+        c.element_masked = 10;
+        if (head_dim == 160) c.starts = {3, 90};
+        all.push_back(c);
       }
     }
   }

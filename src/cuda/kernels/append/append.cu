@@ -5,7 +5,8 @@
 // two halves of its rotary pairs, one vector of interleaved pairs, or one vector that is only copied. Rows whose strides or addresses do
 // not allow 16-byte accesses are moved two elements at a time.
 //
-// 8-bit caches: a warp moves the row of one head, because the descale may depend on the largest magnitude of all columns.
+// 8-bit caches: a warp moves the row of one head, because the descale may depend on the largest magnitude of all columns. So it does from fp32 to a cache of 16
+// bits.
 //
 // The kernel itself reads lengths, offsets, the page table and positions.
 #include <cuda_bf16.h>
@@ -215,11 +216,25 @@ __device__ uint8_t quantise(float x, Dtype dtype) {
   return x == x ? static_cast<uint8_t>(__float2int_rn(fminf(fmaxf(x, -127.f), 127.f))) : 0;
 }
 
-// One warp writes the row of one head to an 8-bit cache. `row`: shared memory of the warp, for the rotated row in fp32.
+// Writes a row of fp32, which lies in shared memory, to a cache of 16 bits.
+template <typename U>
+__device__ void round_row(const float *row, U *to, int columns) {
+  const int lane = threadIdx.x & 31;
+  if (reinterpret_cast<uintptr_t>(to) % 4 == 0 && columns % 2 == 0) {
+    for (int c = 2 * lane; c < columns; c += 64) {
+      alignas(4) const U pair[2] = {from_float<U>(row[c]), from_float<U>(row[c + 1])};
+      *reinterpret_cast<uint32_t *>(to + c) = *reinterpret_cast<const uint32_t *>(pair);
+    }
+  } else {
+    for (int c = lane; c < columns; c += 32) to[c] = from_float<U>(row[c]);
+  }
+}
+
+// One warp writes the row of one head to a cache of fewer bits. `row`: shared memory of the warp, for the rotated row in fp32.
 template <typename T>
-__device__ void quantise_row(const T *from, const Operand &cache, const CacheRow &target, int64_t head, int64_t b,
-                             const Descale &descale, int columns, int rotary_dim, bool interleaved, const Table &table,
-                             float *row) {
+__device__ void narrow_row(const T *from, const Operand &cache, const CacheRow &target, int64_t head, int64_t b,
+                           const Descale &descale, int columns, int rotary_dim, bool interleaved, const Table &table,
+                           float *row) {
   const int lane = threadIdx.x & 31, half = rotary_dim / 2;
   __syncwarp();  // the previous row has been read
   for (int c = lane; c < half; c += 32) {
@@ -232,6 +247,8 @@ __device__ void quantise_row(const T *from, const Operand &cache, const CacheRow
   }
   for (int c = rotary_dim + lane; c < columns; c += 32) row[c] = to_float(from[c]);
   __syncwarp();
+  if (cache.dtype == Dtype::f16) return round_row(row, row_of<__half>(cache, target.outer, target.row, head), columns);
+  if (cache.dtype == Dtype::bf16) return round_row(row, row_of<__nv_bfloat16>(cache, target.outer, target.row, head), columns);
   const Operand &descales = descale.factors;
   float row_descale = 1.f, divisor = 1.f;
   if (descale.per_row) {
@@ -279,18 +296,18 @@ __device__ void append_head(const AppendParams &a, int64_t b, const AppendSequen
   if (!find_cache_row(p, b, s.offset + i, target)) return;
   const int64_t head = unit - p.heads_q;
   if (head < p.heads_k) {
-    quantise_row(row_of<T>(p.k, b, s.start + i, head), p.k_cache, target, head, b, p.k_descale, columns, rotary_dim,
-                 p.interleaved, table, shared);
+    narrow_row(row_of<T>(p.k, b, s.start + i, head), p.k_cache, target, head, b, p.k_descale, columns, rotary_dim,
+               p.interleaved, table, shared);
   } else {
-    quantise_row(row_of<T>(p.v, b, s.start + i, head - p.heads_k), p.v_cache, target, head - p.heads_k, b, p.v_descale,
-                 static_cast<int>(p.head_dim_v), 0, false, table, shared);
+    narrow_row(row_of<T>(p.v, b, s.start + i, head - p.heads_k), p.v_cache, target, head - p.heads_k, b, p.v_descale,
+               static_cast<int>(p.head_dim_v), 0, false, table, shared);
   }
 }
 
-// A CTA loops over work tiles. A work tile is as many consecutive work units of one row as a CTA has threads (8-bit caches: warps).
-template <typename T, int N, bool kQuantised>
+// A CTA loops over work tiles. A work tile is as many consecutive work units of one row as a CTA has threads (caches of fewer bits: warps).
+template <typename T, int N, bool kNarrows>
 __global__ void __launch_bounds__(kThreads, kCtasPerSm) append_rows(const __grid_constant__ AppendParams a) {
-  __shared__ float shared[kQuantised ? kThreads / 32 * kMaxHeadDim : 1];
+  __shared__ float shared[kNarrows ? kThreads / 32 * kMaxHeadDim : 1];
   const AppendProblem &p = a.problem;
   if (p.seqused_k != nullptr) {
     for (int64_t b = int64_t{blockIdx.x} * kThreads + threadIdx.x; b < p.batch; b += int64_t{gridDim.x} * kThreads) {
@@ -299,8 +316,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) append_rows(const __grid
   }
   for (int64_t tile = blockIdx.x; tile < a.work_tiles; tile += gridDim.x) {
     const int64_t row = tile / a.tiles_per_row;
-    const int worker = static_cast<int>(threadIdx.x) / (kQuantised ? 32 : 1);
-    const int unit = static_cast<int>(tile - row * a.tiles_per_row) * (kQuantised ? kThreads / 32 : kThreads) + worker;
+    const int worker = static_cast<int>(threadIdx.x) / (kNarrows ? 32 : 1);
+    const int unit = static_cast<int>(tile - row * a.tiles_per_row) * (kNarrows ? kThreads / 32 : kThreads) + worker;
     int64_t b, i;
     if (p.lengths.cu != nullptr) {
       b = sequence_at(p, row);
@@ -312,7 +329,7 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) append_rows(const __grid
     }
     const AppendSequence s = append_sequence(p, b);
     if (i >= s.len || s.offset < 0 || unit >= a.units) continue;
-    if constexpr (kQuantised) {
+    if constexpr (kNarrows) {
       append_head<T, N>(a, b, s, i, unit, shared + worker * kMaxHeadDim);
     } else {
       append_unit<T, N>(a, b, s, i, unit);
@@ -321,8 +338,8 @@ __global__ void __launch_bounds__(kThreads, kCtasPerSm) append_rows(const __grid
 }
 
 template <typename T>
-const void *kernel_of(bool vectors, bool quantised) {
-  if (quantised) {
+const void *kernel_of(bool vectors, bool narrows) {
+  if (narrows) {
     return vectors ? reinterpret_cast<const void *>(&append_rows<T, 16 / sizeof(T), true>)
                    : reinterpret_cast<const void *>(&append_rows<T, 2, true>);
   }
@@ -330,13 +347,15 @@ const void *kernel_of(bool vectors, bool quantised) {
                  : reinterpret_cast<const void *>(&append_rows<T, 2, false>);
 }
 
-// Whether 16-byte vectors can move all rows: rows are aligned, and each half of the rotary columns is a whole number of vectors. Into an
-// 8-bit cache only q is moved by vectors.
+bool narrows(const AppendProblem &p) { return p.k_cache.dtype != p.k.dtype; }
+
+// Whether 16-byte vectors can move all rows: rows are aligned, and each half of the rotary columns is a whole number of vectors. Into a
+// cache of fewer bits only q is moved by vectors.
 bool moves_vectors(const AppendProblem &p) {
   const int64_t elements = 16 / dtype_bytes(p.k.dtype);
   const bool rotates = p.rotary_dim % (p.interleaved ? elements : 2 * elements) == 0;
   if (!rotates || !has_16_byte_rows(p.q, p.head_dim) || !has_16_byte_rows(p.q_out, p.head_dim)) return false;
-  if (is_quantised(p.k_cache.dtype)) return true;
+  if (narrows(p)) return true;
   return has_16_byte_rows(p.k, p.head_dim) && has_16_byte_rows(p.k_cache, p.head_dim) && has_16_byte_rows(p.v, p.head_dim_v) &&
          has_16_byte_rows(p.v_cache, p.head_dim_v);
 }
@@ -353,10 +372,10 @@ Launch append_launch(AppendParams &a) {
   a.units_q = static_cast<int32_t>(units_of_row);
   a.units_k = static_cast<int32_t>(units_of_row);
   a.units_v = static_cast<int32_t>(vectors_of(p.head_dim_v));
-  const bool quantised = is_quantised(p.k_cache.dtype);
-  const int64_t units = quantised ? p.heads_q + p.heads_k * (p.head_dim_v > 0 ? 2 : 1)
-                                  : p.heads_q * a.units_q + p.heads_k * (a.units_k + a.units_v);
-  const int64_t units_per_tile = quantised ? kThreads / 32 : kThreads;
+  const bool by_warps = narrows(p);
+  const int64_t units = by_warps ? p.heads_q + p.heads_k * (p.head_dim_v > 0 ? 2 : 1)
+                                 : p.heads_q * a.units_q + p.heads_k * (a.units_k + a.units_v);
+  const int64_t units_per_tile = by_warps ? kThreads / 32 : kThreads;
   a.units = static_cast<int32_t>(units);
   a.tiles_per_row = static_cast<int32_t>((units + units_per_tile - 1) / units_per_tile);
   a.work_tiles = p.rows * a.tiles_per_row;
@@ -365,9 +384,9 @@ Launch append_launch(AppendParams &a) {
                     (p.cos_stride | p.sin_stride) * table_bytes % 16 == 0;
   const int64_t lengths = p.seqused_k != nullptr ? (p.batch + kThreads - 1) / kThreads : 0;
   constexpr int64_t kMostCtas = int64_t{1} << 30;
-  const void *kernel = p.k.dtype == Dtype::f16    ? kernel_of<__half>(vectors, quantised)
-                       : p.k.dtype == Dtype::bf16 ? kernel_of<__nv_bfloat16>(vectors, quantised)
-                                                  : kernel_of<float>(vectors, quantised);
+  const void *kernel = p.k.dtype == Dtype::f16    ? kernel_of<__half>(vectors, by_warps)
+                       : p.k.dtype == Dtype::bf16 ? kernel_of<__nv_bfloat16>(vectors, by_warps)
+                                                  : kernel_of<float>(vectors, by_warps);
   return {kernel, kThreads, 0, std::min(std::max(a.work_tiles, lengths), kMostCtas)};
 }
 

@@ -596,9 +596,16 @@ class Consumer {
     return C::kHasMaxLogit && (!C::kMixtures || a_.max_logit != nullptr);
   }
 
-  // Softcap and ALiBi, score by score. The tile's first key is key0.
+  // Softcap and ALiBi, score by score, and the descale of K before. The tile's first key is key0.
   __device__ __forceinline__ void apply_score_mod(const WorkTile &t, const HeadTerms &head, int key0) {
     const int diagonal = t.seqlen_k - t.seqlen_q - key0 - Fragment::first_key(at_.lane);
+    if constexpr (C::kHasDescales) {
+      const float descale = t.qk_descale;
+      if (descale != 1.f) {
+#pragma unroll
+        for (float &x : s_) x *= descale;
+      }
+    }
     if constexpr (C::kAlibiByWgmma) {
       const Base2Math math{a_.raw};
 #pragma unroll

@@ -26,7 +26,7 @@ struct ForwardConfig {
   static constexpr bool kSameBits = kSameBits_;  // FA_FLAG_SAME_BITS: segments of keys (segments.cuh)
   static constexpr bool kPages = kPages_;        // K and V lie in pages
   static constexpr bool kSkipsLeftPadding = !kSameBits && !kPages && skips_left_padding(kConsumerWarpgroups, kFp8, kScores);
-  static constexpr bool kHasDescales = kFp8 || takes_widened_kv(kScores, kSameBits, kPages);
+  static constexpr bool kHasDescales = kFp8 || takes_widened_kv(kScores, kSameBits, kPages, /*wide=*/false);
   static constexpr bool kHasScoreMod = (kScores & kSoftcap) != 0;  // softcap or ALiBi, score by score
   static constexpr bool kAlibiByWgmma = has_alibi_by_wgmma(kScores);
   static constexpr bool kHasDropout = (kScores & kDropout) != 0;

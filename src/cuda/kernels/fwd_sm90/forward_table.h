@@ -21,8 +21,10 @@ constexpr bool skips_left_padding(int32_t groups, bool fp8, ScoreSet scores) {
   return groups > 1 && !fp8 && !takes_mixtures(scores);
 }
 
-// Which kernels may read a copy of 8-bit K and V in 16 bits (widened_kv.h), and so have descales of heads.
-constexpr bool takes_widened_kv(ScoreSet scores, bool same_bits, bool pages) { return pages && !same_bits && scores == kPlain; }
+// Which kernels may read a copy of 8-bit K and V in 16 bits (../kv_copy), and so have descales of heads.
+constexpr bool takes_widened_kv(ScoreSet scores, bool same_bits, bool pages, bool wide) {
+  return pages && !same_bits && (scores == kPlain || (scores == kSoftcapAlibi && !wide));
+}
 
 // Which lines are forward_wide.cuh.
 constexpr bool is_wide(int32_t q_stages) { return q_stages == 0; }
@@ -56,7 +58,7 @@ struct ForwardShape {
   constexpr bool wide() const { return is_wide(q_stages); }
   // Kernels of wide heads for pages: query heads that share keys are rows of one work tile, the keys may be split, and contiguous keys are a page.
   constexpr bool packs_heads() const { return pages && wide(); }
-  constexpr bool takes_widened_kv() const { return sm90::takes_widened_kv(scores, same_bits, pages); }
+  constexpr bool takes_widened_kv() const { return sm90::takes_widened_kv(scores, same_bits, pages, wide()); }
   // Keys per KV tile of a kernel with a score text.
   constexpr int32_t score_text_kv_tile() const { return sm90::score_text_kv_tile(head_dim, groups, kv_tile); }
   // Whether a kernel with a score text can be made of it, at run time. At head_dim 64 it is the line for dropout.

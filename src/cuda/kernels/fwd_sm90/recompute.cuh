@@ -19,8 +19,9 @@
 
 namespace fa::cuda::sm90 {
 
-// The factor from scores (in RawUnit) to exponents of two, with the descales of q and k. A masked score is -inf, which must not be
-// multiplied by 0 or NaN: for such descales the factor is tiny, and the epilogue puts NaN where it belongs.
+// The factor from scores (in RawUnit) to exponents of two, with the descales of q and k, but with softcap or ALiBi without: scores have been multiplied by
+// them. A masked score is -inf, which must not be multiplied by 0 or NaN: for such descales the factor is tiny, and the epilogue puts NaN where it
+// belongs.
 template <class C, class WorkTile>
 __device__ __forceinline__ float score_scale(const ForwardParams &a, const WorkTile &t) {
   if constexpr (C::kHasScoreText && ScoreText::kScores) return kLog2e;
@@ -256,6 +257,7 @@ class Recompute {
   __device__ __forceinline__ float logit(const WorkTile &t, int work_stage, float score, int row, int key, float bias) const {
     if constexpr (C::kHasScoreMod || C::kAlibiByWgmma) {
       HeadTerms head = t.head;
+      if constexpr (C::kHasDescales) score *= t.qk_descale;
       if constexpr (C::kAlibiByWgmma) head = alibi_head(smem_, t, work_stage);
       with_score_mods<kAll>(p_, FastTanhMath{a_.raw}, [&](const auto &mods) {
         score = mods.forward(score, head, static_cast<float>(row + t.seqlen_k - t.seqlen_q - key));
