@@ -109,7 +109,7 @@ def contenders_of(case, context, before=None, alone=False):
     if cases.SCORES.get(case.option):
         contenders["same"] = [ours(*tensors, cases.SCORES[case.option], False) for tensors in sets]
     same = {"documents": "", "left": "starts", "bits": "", "bytes": ""}.get(case.option)
-    if same is not None:
+    if same is not None and not case.page:
         even = [n * case.seqlen_k // cases.DOCUMENTS for n in range(cases.DOCUMENTS + 1)]
         cu = torch.tensor(even, dtype=torch.int32, device="cuda") if case.option == "documents" else None
         q, k, v = (t[0] if cu is not None else t for t in sets[0])
@@ -179,7 +179,7 @@ def measure_host(context, program):
     q, k, v = (torch.randn(1, 64, 1, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     mine = library.Attention(context, q, k, v)
     results = {"ours through ctypes": timing.host_us(mine.forward)}
-    for opponent in opponents.opponents(tiny, q, k, v, None):
+    for opponent in opponents.opponents(tiny, q, k, v, None, mine):
         results[f"{opponent.name} through PyTorch"] = timing.host_us(opponent.forward)
     if program:
         results.update(json.loads(subprocess.run([program.resolve()], check=True, capture_output=True, text=True).stdout))

@@ -124,11 +124,11 @@ TEST_P(Nonfinite, ReachesOnlyRowsThatSeeIt) {
           EXPECT_LT(poisoned.dq.difference(clean.dq, h, 0, seen), kRounding);
           EXPECT_LT(poisoned.dq.difference(clean.dq, h, behind, shape.seqlen_q), kRounding);
           // NaN shows in all that do. Inf of either sign may make P of a key 0.
-          if (seen < shape.seqlen_q && std::isnan(to_float(value))) {
-            EXPECT_FALSE(poisoned.dq.all_finite(h, seen, shape.seqlen_q));
+          if (seen < behind && std::isnan(to_float(value))) {
+            EXPECT_FALSE(poisoned.dq.all_finite(h, seen, behind));
           }
         }
-        if (seen == shape.seqlen_q) {  // no query sees it
+        if (seen == behind) {  // no query sees it
           EXPECT_LT(poisoned.dk.difference(clean.dk, last, 0, shape.seqlen_k), kRounding);
           EXPECT_LT(poisoned.dv.difference(clean.dv, last, 0, shape.seqlen_k), kRounding);
         }
