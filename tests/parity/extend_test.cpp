@@ -217,6 +217,46 @@ TEST_P(Extend, OptionsOfPrompts) {
   }
 }
 
+// Masks as data over a cache: single tokens, trees of draft tokens, parts of prompts. Whole KV tiles are hidden (blocks, slices, left padding), shown and in part
+// shown; heads have masks of their own or share one; keys that no query sees hold NaN.
+TEST_P(Extend, MasksOverCaches) {
+  int64_t n = 0;
+  for (const auto &[seqlen_q, group] : {std::pair{1, 1}, {1, 8}, {4, 8}, {9, 3}, {17, 8}, {70, 2}, {150, 1}}) {
+    for (int kind = 0; kind < 7; ++kind, ++n) {
+      Case c = base("extend: masks");
+      c.dtype = n % 2 == 0 ? FA_BFLOAT16 : FA_FLOAT16;
+      c.head_dim = std::array{64, 128, 256, 80}[static_cast<size_t>(n % 4)];
+      c.head_dim_v = n % 5 == 0 ? 64 : c.head_dim;
+      if (c.head_dim <= 128 && n % 3 != 2) {
+        c.key_dtype = n % 3 == 0 ? FA_FLOAT8_E4M3 : FA_INT8;
+        c.descale = n % 4 != 1;
+      }
+      c.heads_k = 1 + n % 2;
+      c.heads_q = c.heads_k * group;
+      c.q.seqlen = seqlen_q;
+      c.k.seqlen = 1100;
+      c.k.used = {1100, 600, 200};
+      c.page_size = std::array{0, 16, 1, 64, 24}[static_cast<size_t>(n % 5)];
+      c.spare_pages = c.page_size > 0 ? 3 : 0;
+      if (n % 6 == 5) c.mask = FA_MASK_NONE;
+      if (kind == 0) c.element_mask = 1, c.element_by_size = kOverHeads;
+      if (kind == 1) c.element_mask = 3, c.element_masked = 5;
+      if (kind == 2) c.element_mask = 2, c.element_by_stride = kOverBatch, c.element_masked = 95;
+      if (kind == 3) c.block_q = 64, c.block_k = 128, c.block_masked = 70;
+      if (kind == 4) c.starts = {700, 300, 199};
+      if (kind == 5) c.slices = 1;
+      if (kind == 6) c.block_q = 7, c.block_k = 33, c.block_lists = 1, c.starts = {0, 5, 0}, c.block_masked = 80;
+      if (n % 4 == 1) c.softcap = 5;
+      if (n % 4 == 2) c.alibi = 1;
+      if (n % 8 == 3) c.window_left = 300;
+      c.sink = n % 2;
+      c.nan_keys = c.key_dtype == 0;
+      c.own_workspace = n % 9 == 0;
+      EXPECT_TRUE(check(backend(), c));
+    }
+  }
+}
+
 TEST_P(Extend, LengthsAndPages) {
   for (const int64_t page_size : {0, 1, 3, 16, 48, 256}) {
     for (const int64_t seqlen_q : {12, 45}) {

@@ -238,7 +238,8 @@ TEST_P(SameBits, OfSingleTokens) {
   many.head_dim = 80;
   many.head_dim_v = 16;
   for (const SameBitsProblem &p : {plain, rising, narrow, modified, window, rounds, bytes, spikes, narrow_bytes, many}) {
-    if (computer_ != Computer::kHopper && p.key_dtype != p.dtype) continue;  // refused: the kernels of other devices have no 8-bit KV
+    if (computer_ != Computer::kHopper && p.key_dtype != p.dtype)
+      continue;  // refused: the kernels of other devices have no 8-bit KV
     const SameBitsSequence s = make_sequence(p, rng);
     const SameBitsResult all = run(backend(), p, s, whole(p), rng);
     ASSERT_EQ(all.status, FA_OK) << all.error;

@@ -640,6 +640,54 @@ TEST(CudaPlan, ContiguousCopiesOfFp32) {
   EXPECT_TRUE(plan.contiguous_copy);
 }
 
+// Masks as data over a cache: kernels of extend, with any number of rows, that read the cell map.
+TEST(CudaPlan, MasksOverCaches) {
+  using Set = void (*)(MaskedProblem &);
+  const auto tree = [](int64_t queries, Set set) {
+    MaskedProblem p = problem(queries, 8192, 128);
+    p.batch = 4;
+    p.heads_q = 32;
+    p.heads_k = 8;
+    p.group = 4;
+    set_pages(p, 16);
+    set_element_mask(p);
+    set(p);
+    return p;
+  };
+  const std::tuple<const char *, Set> masked[] = {
+      {"extend_fwd_bf16_d128b_split", [](MaskedProblem &) {}},
+      {"extend_fwd_bf16_d128b_split", [](MaskedProblem &p) { p.page_table = nullptr; }},
+      {"extend_fwd_bf16_d128b_split", [](MaskedProblem &p) { p.softcap = 30, p.alibi_slopes = &unreadable; }},
+      {"extend_fwd_bf16_d256b_split", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 256; }},
+      {"extend_fwd_bf16_d64b_split", [](MaskedProblem &p) { p.head_dim = p.head_dim_v = 40; }},
+      {"extend_fwd_bf16_e4m3_d128b_split", [](MaskedProblem &p) { p.k.dtype = p.v.dtype = Dtype::e4m3; }},
+      {"extend_fwd_bf16_i8_d64b_split",
+       [](MaskedProblem &p) { p.k.dtype = p.v.dtype = Dtype::i8, p.head_dim = p.head_dim_v = 64; }},
+      {"sm80_fwd_bf16_d128g_split", [](MaskedProblem &p) { p.num_splits = 3; }},
+      {"sm80_fwd_bf16_d128g", [](MaskedProblem &p) { p.batch_invariant = p.deterministic = true; }},
+      {"sm80_fwd_bf16_d128g_split", [](MaskedProblem &p) { set_bias(p); }},
+  };
+  for (const auto &[kernel, set] : masked) {
+    for (const int64_t queries : {1, 4, 16}) {
+      const MaskedProblem p = tree(queries, set);
+      const ForwardPlan plan = forward_plan(p, h200());
+      EXPECT_EQ(kernel_name(p, plan), kernel) << queries;
+      EXPECT_TRUE(plan.cell_map);
+      EXPECT_EQ(plan.counters, 0);  // the combine kernel adds all partials
+    }
+  }
+  // Left padding over pages is such a mask; without pages and in 16 bits keys are left out.
+  MaskedProblem padded = tree(1, [](MaskedProblem &p) { p.element_mask = {}, set_starts(p); });
+  EXPECT_EQ(forward_plan(padded, h200()).family, Family::extend);
+  padded.page_table = nullptr;
+  EXPECT_EQ(forward_plan(padded, h200()).family, Family::decode);
+  // Rows without a copy, because a descale of heads would be rounded into it.
+  ForwardProblem bytes = forward_of(tree(512, [](MaskedProblem &p) { p.k.dtype = p.v.dtype = Dtype::e4m3; }));
+  EXPECT_TRUE(forward_plan(bytes, h200()).contiguous_copy);
+  bytes.k_descale.factors.data = &unreadable;
+  EXPECT_EQ(forward_plan(bytes, h200()).family, Family::extend);
+}
+
 TEST(CudaPlan, ExtendKernels) {
   MaskedProblem p = problem(300, 50000, 128);
   p.page_table = reinterpret_cast<const int32_t *>(&unreadable);

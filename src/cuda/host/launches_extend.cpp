@@ -15,6 +15,7 @@ fa_status add_launches(const ForwardProblem &p, const ForwardPlan &plan, const L
   params.stored_segments = plan.stored_segments;
   params.partial_warps = plan.partial_warps;
   params.totals = reinterpret_cast<float4 *>(static_cast<char *>(memory.workspace) + plan.totals_offset);
+  params.mask = memory.mask;
   params.tma_kv = plan.tma_kv;
   if (plan.tma_kv) {
     const auto describe = [&](const char *name, const Operand &tensor, int64_t columns, CUtensorMap &map) {

@@ -79,7 +79,7 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
     return p.same_bits ? tiles * 5 <= device.multiprocessors * 2 : tiles * kManyPartials <= device.multiprocessors;
   };
   const int64_t rows = p.q_lengths.max_len * p.group;
-  const bool kv_8bit = is_quantised(p.k.dtype);
+  const bool kv_8bit = is_quantised(p.k.dtype), masked = (needs.scores & kMasked) != 0;
   const std::span<const KernelRow> kernels = candidates(Family::extend, Pass::forward, needs);
   if (kernels.empty()) return false;
   if (p.same_bits && plan_clusters(p, needs, device, kernels, plan)) return true;
@@ -87,11 +87,13 @@ bool plan_extend(const ForwardProblem &p, const Needs &needs, const Device &devi
   for (int32_t n = 0; found < 0 && n < extend::kNumShapes; ++n) {
     const Shape &shape = kShapes[n];
     if (!can_run(kernels[static_cast<size_t>(n)], needs, device)) continue;
-    if (shape.same_bits != p.same_bits || shape.clustered || shape.one_token()) continue;
+    if (shape.same_bits != p.same_bits || shape.clustered || shape.one_token() || shape.masks != masked) continue;
     const bool few_tiles = has_few(p.batch * p.heads_k * ceil_div(rows, shape.rows()));
     // Under FA_FLAG_SAME_BITS the combine kernel has a partial for each segment of every work tile.
     const bool combines = few_tiles && (!p.same_bits || segment_bytes(p, shape) <= kMostSegmentBytes);
-    if (shape.uses_combine_kernel == (!splits_by_sequence(p) && combines)) found = n;
+    // Kernels for masks leave all partials to the combine kernel.
+    const bool wants_combine_kernel = !splits_by_sequence(p) && (combines || masked);
+    if (shape.uses_combine_kernel == wants_combine_kernel) found = n;
   }
   if (found < 0) return false;
   const Shape &shape = kShapes[found];

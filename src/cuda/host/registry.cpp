@@ -134,7 +134,7 @@ constexpr auto kRows = concatenate(
               row.set = kv_8bit ? "extend_8bit_fwd" : "extend_fwd";
               row.any_dtype = kv_8bit;
               row.operands = kv_8bit ? k8BitKv : k16Bit;
-              row.scores = shape.one_token() ? kPlain : kSoftcapAlibi;
+              row.scores = shape.one_token() ? kPlain : shape.masks ? kSoftcapAlibi | kMasked : kSoftcapAlibi;
               row.features = kCacheFeatures | kSeparateV |
                              (shape.same_bits ? kSameBits | kBatchInvariantVarlenQ
                               : kv_8bit       ? 0

@@ -123,14 +123,15 @@ fa_status check_same_bits(const BackwardProblem &b, const Device &device, ErrorT
 //   FA_FLAG_SAME_BITS     any                                           extend
 //   K and V               rows and queries                              kernels
 //   8-bit                 where copying_is_better()                    sm90 (16-bit copy)
-//   any                   more than 32 rows, of 8-bit K and V or of     extend
-//                         at most 16 queries
+//   any                   more than 32 rows, or masks as data, of       extend
+//                         8-bit K and V or of at most 16 queries
 //   any                   any, but of latent caches 16, where mla       decode
 //                         takes more
 //   any                   any                                           mla
 //   8-bit                 any                                           sm90 (fp8), any device
 //   16-bit, pages that    extend_reads_pages_better() or not            extend, sm90
 //   both can read
+//   16-bit, masks         beats_sm90() or not                           extend, sm90
 //   16-bit, fp32          any, unless beats_sm90() prefers the next     sm90
 //   fp32                  any, unless beats_sm90_fp32() prefers it      sm90_fp32
 //   16-bit, fp32          any                                           extend, any device
@@ -172,7 +173,8 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
     if (is_better) plan = larger;
     return FA_OK;
   };
-  if ((p.q_lengths.max_len <= kFewQueries || kv_8bit) && p.q_lengths.max_len * p.group > kFewRows &&
+  const bool masked = (needs.scores & kMasked) != 0;  // no decode kernel is for masks as data
+  if ((p.q_lengths.max_len <= kFewQueries || kv_8bit) && (p.q_lengths.max_len * p.group > kFewRows || masked) &&
       plan_extend(p, needs, device, plan)) {
     return take_larger_tiles();
   }
@@ -181,8 +183,10 @@ fa_status choose(const ForwardProblem &p, const Needs &needs, const Device &devi
   if (kv_8bit) return plan_sm90(p, needs, device, plan) ? FA_OK : plan_any_device(p, needs, device, plan, error);
   ForwardPlan sm90, extend;
   const bool hopper = plan_sm90(p, needs, device, sm90);
-  if (hopper && reads_pages_by_heads(sm90) && plan_extend(p, needs, device, extend)) {
-    plan = extend_reads_pages_better(p, device, extend, sm90) ? extend : sm90;
+  if (hopper && (reads_pages_by_heads(sm90) || masked) && plan_extend(p, needs, device, extend)) {
+    const bool extend_is_better =
+        masked ? beats_sm90(p, device, extend, sm90) : extend_reads_pages_better(p, device, extend, sm90);
+    plan = extend_is_better ? extend : sm90;
     return FA_OK;
   }
   const fa_status status = plan_any_device(p, needs, device, plan, error);
@@ -271,7 +275,8 @@ void take_same_bits(const ForwardProblem &p, const Device &device, ForwardPlan &
 bool plan_contiguous_copy(const ForwardProblem &p, const Device &device, const ForwardPlan &in_place, ForwardPlan &plan) {
   const bool kv_8bit = is_quantised(p.k.dtype);
   const bool reads_slowly = in_place.family == Family::simt || in_place.family == Family::sm80 ||
-                            (kv_8bit && (in_place.family == Family::decode || in_place.family == Family::extend));
+                            (kv_8bit && in_place.family == Family::decode) ||
+                            (in_place.family == Family::extend && (kv_8bit || (kernel_of(in_place).scores & kMasked) != 0));
   if (!reads_slowly || p.q.dtype == Dtype::e4m3 || (p.page_table == nullptr && p.k.dtype == p.q.dtype) || p.batch_invariant ||
       p.score_text.given || p.finds_listed_keys || p.rows_per_page != 0 || !copying_may_be_better(p, in_place)) {
     return false;

@@ -296,6 +296,7 @@ def decode(quick: bool) -> List[Case]:
     rows += [paged(b, n, option=LENGTHS) for b, n in ((1, 2048), (1, 8192), (1, 131072), (32, 8192))]
     rows += [paged(32, 8192, option=option) for option in QUANTISED]
     rows += [paged(b, n, option="e4m3") for b, n in ((1, 2048), (1, 8192), (1, 131072), (128, 8192))]
+    rows += [paged(b, 8192, tokens=tokens, option=cache + "tree") for cache in ("", "e4m3 + ") for b, tokens in ((32, 8), (32, 16), (32, 64), (1, 8))]
     rows += [paged(32, 8192, page, option="e4m3") for page in (0, 1, 256)]
     rows += [paged(32, 8192, tokens=tokens, option="e4m3") for tokens in (2, 4, 8, 16)]
     rows += [paged(128, 8192, head_dim=256, heads=32, heads_k=2, option="e4m3"),

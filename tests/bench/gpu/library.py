@@ -143,6 +143,14 @@ class Attention:
             a.block_mask, a.block_size_q, a.block_size_k = tensor(self.block_mask), cases.SPARSE[option][1], cases.SPARSE[option][1]
         elif option in cases.SCORES:
             self._set_score(option.removeprefix("score "), q, seqlen_k)
+        elif option == "tree":  # draft tokens, each of which sees the cache and the branch that it continues
+            shown = torch.ones(q.shape[0], 1, seqlen_q, seqlen_k, dtype=torch.uint8)
+            branches = torch.eye(seqlen_q, dtype=torch.uint8)
+            for n in range(1, seqlen_q):
+                branches[n] += branches[(n - 1) // 2]
+            shown[..., seqlen_k - seqlen_q:] = branches
+            self.kept.append(shown.to(q.device))
+            a.element_mask = tensor(self.kept[-1])
         elif option in cases.MASKS:
             self._set_mask(option, q.device, q.shape[0], seqlen_k)
         elif option == cases.MAX_LOGIT:

@@ -18,6 +18,7 @@ void add_same_bits_cases(std::vector<Case> &all);
 void add_same_bits_latent_cases(std::vector<Case> &all);
 void add_page_cases(std::vector<Case> &all);
 void add_copy_cases(std::vector<Case> &all);
+void add_masked_cache_cases(std::vector<Case> &all);
 void add_latent_cases(std::vector<Case> &all);
 void add_key_list_cases(std::vector<Case> &all);
 

@@ -288,6 +288,28 @@ void add_copy_cases(std::vector<Case> &all) {
   }
 }
 
+// Masks as data over a cache: trees of tokens with a mask for each head or for all.
+void add_masked_cache_cases(std::vector<Case> &all) {
+  for (const fa_dtype dtype : {FA_FLOAT16, FA_BFLOAT16}) {
+    for (const int64_t head_dim : {64, 128, 256}) {
+      Case c = forward_only("every kernel for masks over caches", all, dtype, head_dim);
+      c.batch = 2;
+      c.heads_k = 2;
+      c.heads_q = 16;
+      c.q.seqlen = 20;  // two row blocks
+      c.k.seqlen = 1200;
+      c.k.used = {1200, 250};
+      c.page_size = dtype == FA_BFLOAT16 ? 16 : 0;
+      c.element_mask = dtype == FA_BFLOAT16 ? 3 : 1;
+      if (head_dim == 128) c.element_by_size = kOverHeads;
+      c.element_masked = 30;
+      c.nan_visible = head_dim == 64 ? 3 : 0;
+      all.push_back(c);
+      if (head_dim <= 128) add_with_bytes(c, all);
+    }
+  }
+}
+
 void add_latent_cases(std::vector<Case> &all) {
   // Latent caches: less than a row block, and one and a half; NaN that some tokens see and others do not. Few work tiles, whose partials a
   // combine kernel adds; the same in splits, which the last CTA adds; so many that each has two CTAs.

@@ -65,7 +65,8 @@ std::string without(const std::string &suffix, std::string name) {
 std::vector<Case> cases() {
   std::vector<Case> all;
   for (auto *add : {&add_cases_by_score, &add_backward_cases, &add_fp8_cases, &add_decode_cases, &add_same_bits_cases,
-                    &add_same_bits_latent_cases, &add_page_cases, &add_copy_cases, &add_latent_cases, &add_key_list_cases})
+                    &add_same_bits_latent_cases, &add_page_cases, &add_copy_cases, &add_masked_cache_cases, &add_latent_cases,
+                    &add_key_list_cases})
     add(all);
   return all;
 }

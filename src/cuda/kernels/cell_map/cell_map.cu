@@ -47,8 +47,9 @@ int64_t ctas_of(int64_t warps) { return (warps * 32 + kCellMapThreads - 1) / kCe
 }  // namespace
 
 Launch cell_map_launch(const CellMapParams &a) {
-  const int64_t warps = int64_t{a.planes} * a.mask.by_query.rows * a.mask.by_query.words;
-  return {reinterpret_cast<const void *>(&cell_map), kCellMapThreads, 0, ctas_of(warps)};
+  const int64_t words = int64_t{a.planes} * a.mask.by_query.rows * a.mask.by_query.words;
+  return {reinterpret_cast<const void *>(&cell_map), kCellMapThreads, 0, has_cta_for_word(a.mask) ? words : ctas_of(words),
+          /*pdl=*/true};
 }
 
 Launch transposed_cell_map_launch(const CellMapParams &a) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The cell map of masks given as data. A warp finds the bits of 32 neighbouring cells of 64 queries x 64 keys: lane l has cell l of them.
+// The cell map of masks given as data. A warp, or with an element mask a CTA, finds the bits of 32 neighbouring cells of 64 queries x 64 keys: lane l has cell
+// l of them.
 //
 // Every kind of mask gives two bits for a cell: `any` pair is visible, `all` pairs are. A cell is visible where every kind has `any`, and
 // partial where some kind lacks `all`. Both may err on the safe side: two masks may each show pairs of a cell and none in common, and slices
@@ -71,43 +72,51 @@ __device__ __forceinline__ Cell from_block_lists(const DataMask &mask, const Cel
   return cell;
 }
 
-// ands and ors of the rows of an element mask, kLoads rows at a time.
+// ands and ors of a warp's rows of an element mask, every kWarps-th from `first` on. kLoads rows are loaded at a time; the last ones more than once.
 template <int kLoads, typename Row>
-__device__ __forceinline__ void add_rows(int rows, uint64_t &any, uint64_t &all, Row row) {
-  int n = 0;
-  for (; n + kLoads <= rows; n += kLoads) {
+__device__ __forceinline__ void add_rows(int first, int rows, uint64_t &any, uint64_t &all, Row row) {
+  for (int n = first; n < rows; n += kLoads * kWarps) {
     uint64_t bits[kLoads];
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) bits[i] = row(n + i);
+    for (int i = 0; i < kLoads; ++i) bits[i] = row(min(n + i * kWarps, rows - 1));
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       any |= bits[i];
       all &= bits[i];
     }
   }
-  for (; n < rows; ++n) {
-    const uint64_t bits = row(n);
-    any |= bits;
-    all &= bits;
-  }
 }
 
+// The warps of a CTA share the rows of the same cells: a row of 2048 keys is all that a warp has in flight at a time. All of them get the result.
 __device__ __forceinline__ Cell from_element_mask(const DataMask &mask, const Cells &c) {
-  Cell cell;
-  if (c.keys() == 0) return cell;
+  __shared__ uint32_t any_cells, all_cells;
+  if (threadIdx.x == 0) {
+    any_cells = 0;
+    all_cells = ~0u;
+  }
+  __syncthreads();
   const ElementMask &m = mask.element_mask;
   const uint64_t keys = bits_below(c.keys());
-  const int rows = m.row_stride == 0 ? 1 : c.row_end - c.row0;  // 1: all queries share a row
+  const int rows = m.row_stride == 0 ? 1 : c.row_end - c.row0,  // 1: all queries share a row
+      warp = static_cast<int>(threadIdx.x >> 5);
   uint64_t any = 0, all = ~uint64_t{0};
   const uint8_t *first = m.data + c.b * m.batch_stride + c.h * m.head_stride + c.row0 * m.row_stride + c.key0 / 8;
-  if (m.bits && m.col_stride != 0 && c.keys() == kCell && (reinterpret_cast<uintptr_t>(first) | m.row_stride) % 8 == 0) {
-    add_rows<16>(rows, any, all,
-                 [&](int n) { return __ldcs(reinterpret_cast<const unsigned long long *>(first + n * m.row_stride)); });
+  if (keys == 0) {
+  } else if (m.bits && m.col_stride != 0 && c.keys() == kCell && (reinterpret_cast<uintptr_t>(first) | m.row_stride) % 8 == 0) {
+    add_rows<8>(warp, rows, any, all,
+                [&](int n) { return __ldcs(reinterpret_cast<const unsigned long long *>(first + n * m.row_stride)); });
   } else {
-    add_rows<4>(rows, any, all,
-                [&](int n) { return detail::element_mask_bits(m, mask.max_keys, c.b, c.h, c.row0 + n, c.key0); });
+    add_rows<4>(warp, rows, any, all, [&](int n) {
+      return detail::element_mask_bits</*kTogether=*/true>(m, mask.max_keys, c.b, c.h, c.row0 + n, c.key0);
+    });
   }
-  return {(any & keys) != 0, (~all & keys) == 0};
+  const uint32_t has_any = __ballot_sync(~0u, (any & keys) != 0), has_all = __ballot_sync(~0u, (~all & keys) == 0);
+  if (c.lane == 0) {
+    atomicOr(&any_cells, has_any);
+    atomicAnd(&all_cells, has_all);
+  }
+  __syncthreads();
+  return {(any_cells >> c.lane & 1) != 0, (all_cells >> c.lane & 1) != 0};
 }
 
 // 32 slices at a time: a lane tests one against the queries and the keys of all lanes. Then every lane looks at each that meets them.
@@ -168,9 +177,12 @@ __device__ __forceinline__ Cell from_score_text(const CellMapParams &a, const Ce
 }
 
 __device__ __forceinline__ void find_cells(const CellMapParams &a) {
+  pdl_launch_dependents();
+  pdl_wait();
   const DataMask &mask = a.mask;
   const CellBits &map = mask.by_query;
-  const int64_t index = int64_t{blockIdx.x} * kWarps + (threadIdx.x >> 5), strip = index / map.words;
+  const int64_t index = has_cta_for_word(mask) ? blockIdx.x : int64_t{blockIdx.x} * kWarps + (threadIdx.x >> 5),
+                strip = index / map.words;
   if (index >= int64_t{a.planes} * map.rows * map.words) return;
   const auto plane = static_cast<int>(strip / map.rows);
   const int row = static_cast<int>(strip - int64_t{plane} * map.rows), word = static_cast<int>(index - strip * map.words);
@@ -202,18 +214,23 @@ __device__ __forceinline__ void find_cells(const CellMapParams &a) {
       any &= cell.any;
       all &= cell.all;
     };
+    if (mask.element_mask.given) {
+      add(from_element_mask(mask, c));
+      if (threadIdx.x >= 32) return;  // the rest is for the first warp
+    }
     if (mask.seqstart_k != nullptr) {
       const int64_t first = mask.seqstart_k[c.b * mask.seqstart_k_stride];
       add({first < c.key_end, first <= c.key0});
     }
     if (mask.block_mask.data != nullptr) add(from_block_mask(mask, c));
     if (mask.block_lists.given) add(from_block_lists(mask, c));
-    if (mask.element_mask.given) add(from_element_mask(mask, c));
     if constexpr (ScoreText::kGiven) add(from_score_text(a, c, queries, keys));
     if (mask.slices.given) {
       int32_t *list = word == 0 ? mask.slice_lists + strip * DataMask::kSliceList : nullptr;
       add(from_slices(mask, c, q_origin, k_origin, list));
     }
+  } else if (has_cta_for_word(mask) && threadIdx.x >= 32) {
+    return;
   } else if (mask.slices.given && word == 0 && lane == 0) {
     mask.slice_lists[strip * DataMask::kSliceList] = 0;
   }

@@ -27,7 +27,7 @@ struct WorkUnitDescriptor : decode::WorkDescriptor {
 static_assert(sizeof(WorkUnitDescriptor) <= kDescriptorBytes);
 
 template <typename Element_, int kD_, int kConsumerWarpgroups_, int kKvTile_, int kStages_, Format kFormat_, int kStages8Bit_,
-          bool kUsesCombineKernel_, bool kSameBits_>
+          bool kUsesCombineKernel_, bool kSameBits_, bool kMasks_>
 struct Config {
   static constexpr Format kFormat = kFormat_;  // of K and V
   static constexpr bool k8BitKv = kFormat != Format::same;
@@ -43,6 +43,7 @@ struct Config {
   // Segments of keys (segments.cuh).
   static constexpr bool kSameBits = kSameBits_;
   static constexpr int kSegmentTiles = kSegmentKeys / kKvTile;
+  static constexpr bool kMasks = kMasks_;  // masks as data (masks.cuh)
   // The KV step of the scheduler. Partitions begin and end with segments.
   static constexpr int kKvStep = kSameBits ? kSegmentKeys : kKvTile;
   static constexpr bool kInterleaveRowBlocks = true;
@@ -59,13 +60,14 @@ struct Config {
   static constexpr int kWarpKeys = kKvTile / kProducerWarps;  // each producer warp loads a quarter of the keys of every tile
   static constexpr int kStages8Bit = kStages8Bit_;
   // per thread; in total what three warpgroups of 168 registers have
-  static constexpr int kProducerRegisters = k8BitKv && kD == 64 ? 56 : 40,
+  static constexpr int kProducerRegisters = kD == 64 && (k8BitKv || kMasks) ? 56 : 40,
                        kConsumerRegisters = (3 * 168 - kProducerRegisters) / 2;
   using Storage = SharedStorage<kD, kConsumerWarpgroups, kKvTile, kStages_, kStages8Bit>;
   using Totals = SegmentTotals<kD, kConsumerWarpgroups, kStages8Bit>;
   static constexpr bool kTotalIsShared = total_is_shared(kD, kStages8Bit);
   static constexpr int kTotalsOffset = segment_totals_offset<kD, kConsumerWarpgroups, kKvTile, kStages_, kStages8Bit>();
-  static constexpr int kSharedBytes = storage_bytes_of<kD, kConsumerWarpgroups, kKvTile, kStages_, kStages8Bit>(kSameBits);
+  static constexpr int kSharedBytes =
+      storage_bytes_of<kD, kConsumerWarpgroups, kKvTile, kStages_, kStages8Bit>(kSameBits, kMasks);
   static_assert(!kSameBits || kKvTile == segment_tile_keys(kD));
   static constexpr bool kHoldsQ = holds_q_in_registers(kD);  // in registers
   static_assert(kWarpKeys % kRun == 0 && kWarpKeys <= 32 && k8BitKv == (kStages8Bit > 0));
@@ -163,6 +165,9 @@ class Cta {
   __device__ __forceinline__ uint32_t segment_state() const {
     return smem_ + C::kTotalsOffset + offsetof(typename C::Totals, state);
   }
+
+  // Kernels for masks as data only: TileNotes. `n` counts the tiles that the CTA visits.
+  __device__ __forceinline__ uint32_t tile_note(uint32_t n) const { return smem_ + C::kTotalsOffset + n % kTileNotes * 4; }
 
   __device__ __forceinline__ KvLocator kv_locator() const { return {p_, a_.page_size}; }
 

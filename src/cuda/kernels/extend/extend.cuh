@@ -33,6 +33,7 @@
 #include "cuda/common/score_mod.cuh"
 #include "cuda/common/wgmma.cuh"
 #include "cuda/kernels/extend/epilogue.cuh"
+#include "cuda/kernels/extend/masks.cuh"
 #include "cuda/kernels/extend/producer.cuh"
 #include "cuda/kernels/extend/segments.cuh"
 
@@ -43,8 +44,9 @@ class Consumer {
  public:
   using Element = typename C::Element;
   using KvElement = typename C::KvElement;
-  static constexpr int kQSteps = C::kD / 16, kScores = C::kKvTile / 2;  // kScores: per thread
-  static constexpr int kQAtomBytes = kWarpgroupRows * 128;              // where Q is in shared memory
+  static constexpr int kQSteps = C::kD / 16, kScores = C::kKvTile / 2,  // kScores: per thread
+      kCells = C::kKvTile / kCell;
+  static constexpr int kQAtomBytes = kWarpgroupRows * 128;  // where Q is in shared memory
 
   using Fragment = typename Epilogue<C>::Fragment;
   using OutFragment = typename Epilogue<C>::OutFragment;
@@ -70,8 +72,9 @@ class Consumer {
     // Rows of the sequence's slot without queries.
     store_zero_rows(rows_, cta_.problem(), max(rows_.work->rows, 0) + rows_.wg * 4 + rows_.warp, rows_.work->end_row,
                     C::kConsumerWarpgroups * 4, cta_.lane());
+    read_note();
     if (rows_.wg * kWarpgroupRows >= rows_.work->rows) {
-      for (int n = rows_.work->kv_tile; n < rows_.work->kv_tile_end; ++n) skip_kv_tile();
+      for (int n = rows_.work->kv_tile; n < rows_.work->kv_tile_end; n = tile_behind(n)) skip_kv_tile();
       return;
     }
     if constexpr (C::kHoldsQ) {
@@ -94,16 +97,18 @@ class Consumer {
     bool masked = false;
     int next_mask_change = rows_.work->kv_tile;  // from this tile on `masked` may change
 #pragma unroll 1
-    for (int n = next_mask_change;; ++n) {
-      if (p_pending_ && masked && rows_.work->several_tokens) nan_safe_pv_if_needed();
+    for (int n = next_mask_change;; n = tile_behind(n)) {
+      // A key that the band hides from a single token is zeros; one that masks hide is not.
+      if (p_pending_ && masked && (C::kMasks || rows_.work->several_tokens)) nan_safe_pv_if_needed();
       bool ends = false;
-      if (n >= next_mask_change) {
+      if (C::kMasks || n >= next_mask_change) {
         const int end = rows_.work->kv_tile_end, inner = (rows_.work->interior.begin + C::kKvTile - 1) / C::kKvTile,
                   end_inner = rows_.work->interior.end / C::kKvTile;
         ends = n >= end;  // the unit may have no tile that these rows see
         if (!C::kSameBits && ends) break;
         masked = n < inner || n >= end_inner;
         next_mask_change = min(n < inner ? inner : masked ? end : end_inner, end);
+        if constexpr (C::kMasks) masked = masked || (notes_.last & 1) != 0;
       }
       if (C::kSameBits && (ends || (n % C::kSegmentTiles == 0 && n > rows_.work->kv_tile))) {
         end_segment(max(n - 1, 0) / C::kSegmentTiles, ends);
@@ -118,6 +123,17 @@ class Consumer {
     }
     if (p_pending_) finish_pv();
     if (rows_.first_row() < rows_.work->rows) Epilogue<C>(cta_, rows_, out_, softmax_).store();
+  }
+
+  // Kernels for masks as data: a note on the next tile, which comes with the work unit, and with K of each tile. Tiles without visible pairs are left out.
+  __device__ __forceinline__ void read_note() {
+    if constexpr (C::kMasks) notes_.last = ld_shared_4(cta_.tile_note(notes_.count++));
+  }
+  __device__ __forceinline__ int tile_behind(int tile) const {
+    if constexpr (C::kMasks)
+      return static_cast<int>(notes_.last >> 1);
+    else
+      return tile + 1;
   }
 
   // For FA_FLAG_SAME_BITS: out and the softmax start anew with the next tile. `segment` counts in the sequence; `last`: of the
@@ -163,6 +179,7 @@ class Consumer {
   // Skips a tile that only the other warpgroup needs. It must have arrived before its stages can be released.
   __device__ __forceinline__ void skip_kv_tile() {
     wait_full(next_k());
+    read_note();
     release(next_k());
     wait_full(next_v());
     release(next_v());
@@ -174,7 +191,12 @@ class Consumer {
   // done.
   template <bool kHasPv>
   __device__ __forceinline__ void process_kv_tile(int key0, bool masked) {
+    [[maybe_unused]] uint32_t hidden[kCells];
+    if constexpr (C::kMasks) {
+      if (masked) hidden_by_data(rows_, key0, hidden);  // while registers for S are free
+    }
     const uint32_t k = wait_full(next_k());
+    read_note();
     const bool ordered = kWarpgroupsAlternate && rows_.work->rows > kWarpgroupRows;
     if (ordered) mbarrier_wait(cta_.wg_order(rows_.wg), (vote_and_order_ & 1) ^ (rows_.wg == 0));
     fence_operand(s_);
@@ -214,6 +236,7 @@ class Consumer {
       softmax_.template exponentiate<false>(s_, scale, tile_sum);
       rescaled = update_max_lazily(key0, tile_sum);
     } else if (masked) {
+      if constexpr (C::kMasks) hide(s_, hidden);
       mask_tile(key0);
       rescaled = softmax_.update_max(s_, scale, /*threshold=*/0.f);
       softmax_.template exponentiate<true>(s_, scale, tile_sum);
@@ -521,6 +544,7 @@ class Consumer {
   uint32_t q_[C::kHoldsQ ? kQSteps : 1][4];
   float s_[kScores];
   uint32_t p_frag_[C::kRuns][4];
+  NotesOf<C> notes_;
 };
 
 // Dispatches the warps of a CTA to their roles.

@@ -5,6 +5,7 @@
 
 #include <cuda.h>
 
+#include "cuda/common/data_mask.h"
 #include "cuda/kernels/decode/decode.h"
 #include "cuda/kernels/extend/table.h"
 
@@ -20,6 +21,7 @@ struct Params : decode::Params {
   int32_t stored_segments, partial_warps;
   float4 *totals;  // in the workspace: O of every CTA's total (segments.cuh), where it is not in shared memory
   CUtensorMap k_map, v_map;
+  DataMask mask;  // of kernels for masks as data
 };
 
 // The kernels' addresses for cudaLaunchKernel, null if this build leaves them out. `shape` indexes kShapes. The combine kernel

@@ -18,7 +18,7 @@ decode::Kernels instance() {
     return {reinterpret_cast<const void *>(&extend_clustered<ThisConfig>), nullptr};
   } else {
     using ThisConfig = Config<Element, kShape.head_dim, kShape.consumer_warpgroups, kShape.keys, kShape.stages, kFormat,
-                              kShape.stages_8bit, kShape.uses_combine_kernel, kShape.same_bits>;
+                              kShape.stages_8bit, kShape.uses_combine_kernel, kShape.same_bits, kShape.masks>;
     static_assert(ThisConfig::kSharedBytes == kShape.shared_bytes() && ThisConfig::kThreads == kShape.threads());
     const void *attention;
     if constexpr (kShape.one_token()) {

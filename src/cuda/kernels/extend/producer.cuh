@@ -6,6 +6,7 @@
 #include "cuda/common/pipeline.cuh"
 #include "cuda/common/tma.cuh"
 #include "cuda/kernels/extend/cta.cuh"
+#include "cuda/kernels/extend/masks.cuh"
 
 namespace fa::cuda::extend {
 
@@ -27,22 +28,11 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
     if (C::kUsesCombineKernel) this->publish_no_tile_if_idle(scheduler);
     this->for_each_work_unit(scheduler, [&](int partition) {
       pdl_wait();
-      if (warp_ == 0) {
-        // The consumers may be unable to free the descriptor before the loads in flight are published.
-        if (!__all_sync(~0u, this->is_descriptor_free(unit))) drain();
-        write_descriptor(unit++, scheduler, partition);
-      }
-      // The page table is read two tiles ahead.
-      int page = load_page(this->kv_tile_), next = load_page(this->kv_tile_ + 1);
-#pragma unroll 1
-      for (int tile = this->kv_tile_; tile < this->kv_tile_end_; ++tile) {
-        const int later = load_page(tile + 2);
-        const KvPlace place = locate_key(tile, page);
-        const bool whole_runs = has_whole_runs(tile);
-        load_tile(p_.k, a_.k_map, p_.head_dim, place, whole_runs);
-        load_tile(p_.v, a_.v_map, p_.head_dim_v, place, whole_runs);
-        page = next;
-        next = later;
+      if constexpr (C::kMasks) {
+        load_visited_tiles([&] { describe_work_unit(unit, scheduler, partition); });
+      } else {
+        describe_work_unit(unit, scheduler, partition);
+        load_all_tiles();
       }
     });
     drain();
@@ -54,6 +44,55 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   using Base::lane_;
   using Base::p_;
   using Scheduler = decode::StreamKScheduler<C, C::k8BitKv>;  // recomputes values, since widening needs the registers
+
+  // By warp 0: the descriptor of work unit `unit`, which is then counted.
+  __device__ __forceinline__ void describe_work_unit(uint32_t &unit, const Scheduler &scheduler, int partition) {
+    if (warp_ == 0) {
+      // The consumers may be unable to free the descriptor before the loads in flight are published.
+      if (!__all_sync(~0u, this->is_descriptor_free(unit))) drain();
+      write_descriptor(unit++, scheduler, partition);
+    }
+  }
+  __device__ __forceinline__ void load_all_tiles() {
+    // The page table is read two tiles ahead.
+    int page = load_page(this->kv_tile_), next = load_page(this->kv_tile_ + 1);
+#pragma unroll 1
+    for (int tile = this->kv_tile_; tile < this->kv_tile_end_; ++tile) {
+      const int later = load_page(tile + 2);
+      load_kv_tile(tile, page);
+      page = next;
+      next = later;
+    }
+  }
+  // Kernels for masks as data. The consumers get a note on the first tile with the descriptor that `describe` writes, and with each tile one on the next, which
+  // they so know before its keys have arrived.
+  template <typename F>
+  __device__ __forceinline__ void load_visited_tiles(F describe) {
+    constexpr int kNone = -1;
+    VisitedTiles<C> visited;
+    int tile = kNone, page = -1, next = this->kv_tile_;
+#pragma unroll 1
+    do {
+      next = visited.next(next, this->kv_tile_end_, a_, this->work_unit_.batch, this->head_, this->row0_, this->rows_, lane_);
+      const int next_page = load_page(next);
+      if (warp_ == 0 && lane_ == 0) st_shared_4(this->tile_note(notes_.count), visited.note(next));
+      ++notes_.count;
+      if (tile == kNone) {
+        this->kv_tile_ = next;
+        describe();
+      } else {
+        load_kv_tile(tile, page);
+      }
+      tile = next++;
+      page = next_page;
+    } while (tile < this->kv_tile_end_);
+  }
+  __device__ __forceinline__ void load_kv_tile(int tile, int page) {
+    const KvPlace place = locate_key(tile, page);
+    const bool whole_runs = has_whole_runs(tile);
+    load_tile(p_.k, a_.k_map, p_.head_dim, place, whole_runs);
+    load_tile(p_.v, a_.v_map, p_.head_dim_v, place, whole_runs);
+  }
 
   __device__ __forceinline__ void write_descriptor(uint32_t n, const Scheduler &scheduler, int partition) const {
     this->wait_descriptor_free(n);
@@ -283,6 +322,7 @@ class Producer : private decode::WorkScheduler<Cta<C>> {
   OldestState oldest_;              // the oldest tile in flight
   OldestState load_8bit_;           // 8-bit KV: the next stage to load
   int in_flight_ = 0;
+  NotesOf<C> notes_;
 };
 
 }  // namespace fa::cuda::extend

@@ -84,14 +84,22 @@ struct SegmentTotals {
   int32_t state[kWarpgroups * 4];  // of each warp, a SegmentState
 };
 
+// Kernels for masks as data, behind SharedStorage: what the producer tells of the next KV tile (masks.cuh). More tiles than it has are never loaded
+// and not yet computed.
+constexpr int32_t kTileNotes = 16;
+struct TileNotes {
+  uint32_t notes[kTileNotes];
+};
+
 template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>
 constexpr size_t segment_totals_offset() {
   return (sizeof(SharedStorage<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>) + 15) / 16 * 16;
 }
 template <int kHeadDim, int kWarpgroups, int kKvTile, int kStages, int kStages8Bit>
-constexpr size_t storage_bytes_of(bool same_bits) {
-  return same_bits && kStages > 0 ? segment_totals_offset<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>() +
-                                        sizeof(SegmentTotals<kHeadDim, kWarpgroups, kStages8Bit>)
+constexpr size_t storage_bytes_of(bool same_bits, bool masks) {
+  constexpr size_t kBehind = segment_totals_offset<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>();
+  return same_bits && kStages > 0 ? kBehind + sizeof(SegmentTotals<kHeadDim, kWarpgroups, kStages8Bit>)
+         : masks                  ? kBehind + sizeof(TileNotes)
                                   : sizeof(SharedStorage<kHeadDim, kWarpgroups, kKvTile, kStages, kStages8Bit>);
 }
 

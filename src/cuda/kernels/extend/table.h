@@ -26,7 +26,8 @@ struct Shape {
   bool uses_combine_kernel;  // stores all partials of a work tile for the combine kernel instead of adding them to the last one
   bool same_bits;            // for FA_FLAG_SAME_BITS, and for nothing else
   bool clustered;            // a cluster of CTAs has all keys of a KV head, one token (cluster.cuh)
-  size_t storage_bytes;      // of SharedStorage, and of SegmentTotals; or of ClusterStorage
+  bool masks;                // for masks as data, and for nothing else (masks.cuh)
+  size_t storage_bytes;      // of SharedStorage, and of SegmentTotals or TileNotes; or of ClusterStorage
 
   // For one token over 8-bit KV (token_8bit.cuh).
   constexpr bool one_token() const { return stages == 0; }
@@ -39,25 +40,28 @@ struct Shape {
   constexpr int32_t shared_bytes() const { return static_cast<int32_t>(storage_bytes); }
 };
 
-// X(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel, same_bits, clustered)
-#define FA_EXTEND_TABLE(X)                        \
-  X(d64, 64, 2, 128, 14, 0, false, false, false)  \
-  X(d64p, 64, 2, 128, 14, 0, true, false, false)  \
-  X(d128, 128, 2, 128, 7, 0, false, false, false) \
-  X(d128p, 128, 2, 128, 7, 0, true, false, false) \
-  X(d256, 256, 2, 64, 5, 0, false, false, false)  \
-  X(d256p, 256, 2, 64, 5, 0, true, false, false)  \
-  X(d64s, 64, 2, 128, 12, 0, false, true, false)  \
-  X(d64sp, 64, 2, 128, 12, 0, true, true, false)  \
-  X(d128s, 128, 2, 128, 5, 0, false, true, false) \
-  X(d128sp, 128, 2, 128, 5, 0, true, true, false) \
-  X(d256s, 256, 2, 64, 5, 0, false, true, false)  \
-  X(d256sp, 256, 2, 64, 5, 0, true, true, false)  \
-  X(d64sc, 64, 2, 128, 8, 0, false, true, true)   \
-  X(d128sc, 128, 2, 128, 4, 0, false, true, true)
+// X(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel, same_bits, clustered, masks)
+#define FA_EXTEND_TABLE(X)                               \
+  X(d64, 64, 2, 128, 14, 0, false, false, false, false)  \
+  X(d64p, 64, 2, 128, 14, 0, true, false, false, false)  \
+  X(d128, 128, 2, 128, 7, 0, false, false, false, false) \
+  X(d128p, 128, 2, 128, 7, 0, true, false, false, false) \
+  X(d256, 256, 2, 64, 5, 0, false, false, false, false)  \
+  X(d256p, 256, 2, 64, 5, 0, true, false, false, false)  \
+  X(d64s, 64, 2, 128, 12, 0, false, true, false, false)  \
+  X(d64sp, 64, 2, 128, 12, 0, true, true, false, false)  \
+  X(d128s, 128, 2, 128, 5, 0, false, true, false, false) \
+  X(d128sp, 128, 2, 128, 5, 0, true, true, false, false) \
+  X(d256s, 256, 2, 64, 5, 0, false, true, false, false)  \
+  X(d256sp, 256, 2, 64, 5, 0, true, true, false, false)  \
+  X(d64sc, 64, 2, 128, 8, 0, false, true, true, false)   \
+  X(d128sc, 128, 2, 128, 4, 0, false, true, true, false) \
+  X(d64b, 64, 2, 128, 14, 0, true, false, false, true)   \
+  X(d128b, 128, 2, 128, 7, 0, true, false, false, true)  \
+  X(d256b, 256, 2, 64, 5, 0, true, false, false, true)
 
 #define FA_EXTEND_SHAPE(name, head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit, uses_combine_kernel, same_bits, \
-                        clustered)                                                                                         \
+                        clustered, masks)                                                                                  \
   {#name,                                                                                                                  \
    head_dim,                                                                                                               \
    consumer_warpgroups,                                                                                                    \
@@ -67,8 +71,9 @@ struct Shape {
    uses_combine_kernel,                                                                                                    \
    same_bits,                                                                                                              \
    clustered,                                                                                                              \
+   masks,                                                                                                                  \
    clustered ? sizeof(ClusterStorage<head_dim, stages>)                                                                    \
-             : storage_bytes_of<head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit>(same_bits)},
+             : storage_bytes_of<head_dim, consumer_warpgroups, kv_tile, stages, stages_8bit>(same_bits, masks)},
 constexpr Shape kShapes[] = {FA_EXTEND_TABLE(FA_EXTEND_SHAPE) FA_EXTEND_8BIT_TABLE(FA_EXTEND_SHAPE)};
 #undef FA_EXTEND_SHAPE
 constexpr int kNumShapes = sizeof(kShapes) / sizeof(kShapes[0]);
