@@ -240,8 +240,8 @@ TEST_P(Extend, MasksOverCaches) {
       c.spare_pages = c.page_size > 0 ? 3 : 0;
       if (n % 6 == 5) c.mask = FA_MASK_NONE;
       if (kind == 0) c.element_mask = 1, c.element_by_size = kOverHeads;
-      if (kind == 1) c.element_mask = 3, c.element_masked = 5;
-      if (kind == 2) c.element_mask = 2, c.element_by_stride = kOverBatch, c.element_masked = 95;
+      if (kind == 1) c.element_mask = 3, c.element_masked = 5, c.element_by_size = n % 2 * (kOverHeads | kOverBatch);
+      if (kind == 2) c.element_mask = 2, c.element_by_stride = kOverBatch | kOverHeads, c.element_masked = 95;
       if (kind == 3) c.block_q = 64, c.block_k = 128, c.block_masked = 70;
       if (kind == 4) c.starts = {700, 300, 199};
       if (kind == 5) c.slices = 1;
