@@ -295,15 +295,17 @@ class NoSplitsRow : private Row {
  public:
   using Row::Row;
 
-  ModelRow compute() {
-    constexpr int64_t kKeys = 64;
-    const bool wide = std::max(p_.head_dim, p_.head_dim_v) > 128;  // two warps have half of a tile's keys each
-    const int64_t parts = wide ? 2 : 1, part_keys = kKeys / parts;
+  // `small`: with the shared memory of small devices.
+  ModelRow compute(bool small) {
+    const bool wide = std::max(p_.head_dim, p_.head_dim_v) > 128;
+    const int64_t keys = wide && small ? 32 : 64,  // of a tile
+        parts = wide && !small ? 2 : 1,            // two warps have half of a tile's keys each
+        part_keys = keys / parts;
     const float scale = exponent_scale();
     float max = kNoMax, lanes[2][4] = {};
     std::vector<float> out(static_cast<size_t>(p_.head_dim_v), 0.0f);
-    for (int64_t tile = (end() - 1) / kKeys * kKeys; tile + kKeys > begin(); tile -= kKeys) {
-      const int64_t from = std::max(begin(), tile), to = std::min(end(), tile + kKeys);
+    for (int64_t tile = (end() - 1) / keys * keys; tile + keys > begin(); tile -= keys) {
+      const int64_t from = std::max(begin(), tile), to = std::min(end(), tile + keys);
       if (from >= to) continue;
       const std::vector<float> x = scores(from, to);
       const float raised = std::max(max, *std::max_element(x.begin(), x.end()) * scale), factor = exp2(max - raised);
@@ -311,14 +313,14 @@ class NoSplitsRow : private Row {
       for (auto &part : lanes)
         for (float &lane : part) lane *= factor;
       for (float &o : out) o *= factor;
-      std::vector<float> p = exponentials(x, scale, max, tile, kKeys, from);
-      for (int64_t n = 0; n < kKeys; ++n) lanes[n / part_keys][n % 8 / 2] += p[static_cast<size_t>(n)];
+      std::vector<float> p = exponentials(x, scale, max, tile, keys, from);
+      for (int64_t n = 0; n < keys; ++n) lanes[n / part_keys][n % 8 / 2] += p[static_cast<size_t>(n)];
       for (float &one : p) one = rounded(one);
-      const std::vector<std::vector<float>> v = values(tile, kKeys, from, to);
+      const std::vector<std::vector<float>> v = values(tile, keys, from, to);
       for (size_t c = 0; c < out.size(); ++c) {
         // The warp that has the column begins with the keys that it has.
         const int64_t first = static_cast<int64_t>(c) / 32 % parts * part_keys;
-        for (int64_t n = 0; n < kKeys; n += kStep) out[c] = add_keys(p, v, (first + n) % kKeys, c, out[c]);
+        for (int64_t n = 0; n < keys; n += kStep) out[c] = add_keys(p, v, (first + n) % keys, c, out[c]);
       }
     }
     float sum = 0;
@@ -336,7 +338,10 @@ ModelRow cuda_segments_row(const SameBitsProblem &p, const SameBitsSequence &s, 
   return SegmentsRow(p, s, row, head).compute();
 }
 ModelRow cuda_no_splits_row(const SameBitsProblem &p, const SameBitsSequence &s, int64_t row, int64_t head) {
-  return NoSplitsRow(p, s, row, head).compute();
+  return NoSplitsRow(p, s, row, head).compute(/*small=*/false);
+}
+ModelRow cuda_small_no_splits_row(const SameBitsProblem &p, const SameBitsSequence &s, int64_t row, int64_t head) {
+  return NoSplitsRow(p, s, row, head).compute(/*small=*/true);
 }
 
 }  // namespace parity

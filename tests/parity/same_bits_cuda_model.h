@@ -9,5 +9,7 @@ namespace parity {
 
 ModelRow cuda_segments_row(const SameBitsProblem &p, const SameBitsSequence &s, int64_t row, int64_t head);
 ModelRow cuda_no_splits_row(const SameBitsProblem &p, const SameBitsSequence &s, int64_t row, int64_t head);
+// The same on devices whose CTAs have less than 105 KB of shared memory.
+ModelRow cuda_small_no_splits_row(const SameBitsProblem &p, const SameBitsSequence &s, int64_t row, int64_t head);
 
 }  // namespace parity

@@ -74,22 +74,28 @@ TEST(Plan, ForwardOfBf16AndFp16) {
   }
 }
 
-// Very few queries over int8 run on tiles of bytes, more of them and other bytes by fp32 multiply-adds.
+// Very few queries over int8 run on tiles of bytes. More queries, and those over other bytes, run on tiles of bf16, into which the bytes are widened, if they are
+// of that type, and else by fp32 multiply-adds.
 TEST(Plan, FewQueriesOverBytesOnAmx) {
-  if (!has_isa(FA_CPU_ISA_AMX)) GTEST_SKIP() << "this processor has no tile unit";
+  const Machine amx{FA_CPU_ISA_AMX, 2}, avx512{FA_CPU_ISA_AVX512, 2};
+  // A plan names kernels that this processor may be unable to run.
+  ScoredForward own = problem(2000, 2000);
+  own.q.dtype = own.k.dtype = own.v.dtype = Dtype::bf16;
+  if (plan_forward(own, amx).kernel != std::string("cpu_fwd_tiled_amx"))
+    GTEST_SKIP() << "this build has no kernels for the tile unit";
+  if (vector_isa(FA_CPU_ISA_AMX) != FA_CPU_ISA_AVX512) GTEST_SKIP() << "this processor has no AVX-512";
   for (const Dtype q : {Dtype::f32, Dtype::f16, Dtype::bf16}) {
     for (const int64_t queries : {1, 2000}) {
-      ScoredForward p = problem(queries, 2000);
-      p.q.dtype = q;
-      p.k.dtype = p.v.dtype = Dtype::i8;
-      EXPECT_STREQ(plan_forward(p, Machine{FA_CPU_ISA_AMX, 2}).kernel,
-                   queries == 1 ? "cpu_fwd_vector_amx" : "cpu_fwd_tiled_avx512");
-      p.same_bits = true;
-      const Plan vectors = plan_forward(p, Machine{FA_CPU_ISA_AVX512, 2});
-      EXPECT_STREQ(plan_forward(p, Machine{FA_CPU_ISA_AMX, 2}).kernel, vectors.kernel);
-      p.same_bits = false;
-      p.k.dtype = p.v.dtype = Dtype::e4m3;
-      EXPECT_STREQ(plan_forward(p, Machine{FA_CPU_ISA_AMX, 2}).kernel, plan_forward(p, Machine{FA_CPU_ISA_AVX512, 2}).kernel);
+      for (const Dtype kv : {Dtype::i8, Dtype::e4m3}) {
+        ScoredForward p = problem(queries, 2000);
+        p.q.dtype = q;
+        p.k.dtype = p.v.dtype = kv;
+        const std::string vectors = plan_forward(p, avx512).kernel, mode = queries == 1 ? "vector" : "tiled";
+        const bool tiles = q == Dtype::bf16 || (kv == Dtype::i8 && queries == 1);
+        EXPECT_EQ(plan_forward(p, amx).kernel, tiles ? "cpu_fwd_" + mode + "_amx" : vectors);
+        p.same_bits = true;
+        EXPECT_STREQ(plan_forward(p, amx).kernel, plan_forward(p, avx512).kernel);
+      }
     }
   }
 }
