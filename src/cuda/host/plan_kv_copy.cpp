@@ -1,10 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "cuda/host/kv_copy.h"
-
-#include <algorithm>
-
 #include "cuda/common/operand.h"
-#include "cuda/host/launches.h"
+#include "cuda/host/kv_copy.h"
 #include "cuda/host/planners.h"
 #include "cuda/kernels/kv_copy/kv_copy.h"
 
@@ -50,24 +46,6 @@ ForwardProblem with_copied_kv(const ForwardProblem &p, int64_t keys, void *memor
   if (p.q.dtype == Dtype::f32) copied.k_descale = copied.v_descale = {};
   copied.page_table = nullptr;
   copied.page_size = copied.num_pages = 0;
-  return copied;
-}
-
-ForwardProblem add_kv_copy(const ForwardProblem &p, int64_t keys, int32_t tile_keys, void *memory, Launches &launches) {
-  const ForwardProblem copied = with_copied_kv(p, keys, memory);
-  auto &params = launches.make_params<kv_copy::Params>();
-  params.problem = p;
-  params.seqstart_k = p.seqstart_k;
-  params.seqstart_k_stride = p.seqstart_k_stride;
-  params.limits = Diagonal<int32_t>::Limits(p.band);
-  params.page_size = Divisor(std::max<int64_t>(p.page_size, 1));
-  params.k = copied.k;
-  params.v = copied.v;
-  params.k_descale = p.k_descale;
-  params.v_descale = p.v_descale;
-  params.key_blocks = static_cast<int32_t>(keys / kv_copy::kKeys);
-  params.tile_keys = tile_keys;
-  launches.add("KV copy kernel", kv_copy::launch(params), &params);
   return copied;
 }
 
