@@ -72,8 +72,8 @@ class VisitedTiles {
   uint32_t visible_ = 0, full_ = 0;  // cells of the word in which some pair is visible, and all pairs
 };
 
-// The pairs of a warp's 16 rows and the cells of a tile that masks as data hide: bits of a lane's elements of S, as pair_bit() numbers those of a cell. Each
-// lane reads the keys of a row in one cell.
+// The pairs of a warp's 16 rows and the cells of a tile that masks as data hide: for each cell 16 bits of each of the lane's two rows of S, as
+// qk_fragment_bits() numbers them. Each lane reads the keys of a row in one cell.
 template <class C, int kCells>
 __device__ __forceinline__ void hidden_by_data(const WarpRows<C> &rows, int key0, uint32_t (&hidden)[kCells]) {
   const int lane = opaque(rows.cta.lane()), row = rows.first_row() + lane % 16, cell = lane / 16;
