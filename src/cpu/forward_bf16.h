@@ -265,10 +265,17 @@ class TileProducts {
     const bool given = is_quantised(p_.k.dtype) && !descale.per_row;
     return given ? factors_of(p_, descale, head.b, head.head_k, 0).at(0) : 1.0f;
   }
-  // S of a strip and the keys `cols` of the block, times the descales of keys.
-  FA_INLINE void scale_scores(const State &st, int64_t rows, Range cols, float *s, int64_t ld) const {
+  // Whether the descale of keys is a factor of the exponent: one that keeps the order of scores, and is far from what fp32 holds.
+  static bool is_factor(const State &st, bool general) { return !general && st.k_descale > 0x1p-64f && st.k_descale < 0x1p64f; }
+  // Base-2 logit per unit of S.
+  float multiplier(const State &st, bool general) const {
+    if (general) return 1.0f;
+    return p_.softmax_scale * kLog2e * (is_factor(st, general) ? st.k_descale : 1.0f);
+  }
+  // S of a strip and the keys `cols` of the block, times the descales of keys that are no factor of the exponent.
+  FA_INLINE void scale_scores(const State &st, bool general, int64_t rows, Range cols, float *s, int64_t ld) const {
     const bool by_key = is_quantised(p_.k.dtype) && p_.k_descale.per_row;
-    if (!by_key && st.k_descale == 1.0f) return;
+    if (!by_key && (st.k_descale == 1.0f || is_factor(st, general))) return;
     for (int64_t c = 0; c < cols.size(); c += kWidth) {
       const F factor = by_key ? Simd::load(st.k_descales + cols.begin + c) : Simd::set(st.k_descale);
       for (float *x = s + c; x < s + c + rows * ld; x += ld) Simd::store(x, Simd::mul(factor, Simd::load(x)));
@@ -366,7 +373,7 @@ class TileProducts {
     const bool general = changes_scores(p_, st.user), partial = st.partial[x.index];
     const int64_t first = block_first + x.cols.begin, n = x.cols.size();
     float *s = x.s + x.cols.begin;
-    scale_scores(st, x.rows, x.cols, s, kBlockKeys);
+    scale_scores(st, general, x.rows, x.cols, s, kBlockKeys);
     const bool by_band = st.interior[x.index].begin > first || st.interior[x.index].end < first + n;
     const bool masked = general || partial || by_band;
     if (general) {
@@ -376,7 +383,7 @@ class TileProducts {
     }
     if (partial) mask_by_data(st, x.r0, x.rows, x.cols.begin, n, s);
     row_maxima(st, x.r0, x.rows, n, s);
-    const float multiplier = general ? 1.0f : p_.softmax_scale * kLog2e;
+    const float multiplier = this->multiplier(st, general);
     const IntoTiles<kParts> into_tiles{x.p, x.cols.begin, scales_p() ? st.v_descales : nullptr};
     x.visible_only = (masked || kParts == 2) && (flags & kInfiniteValues) != 0;
     if (x.visible_only) {
@@ -607,7 +614,7 @@ class TileProducts {
     };
     scores(0, [] {});
     KvTileRows rows{};
-    rows.multiplier = general ? 1.0f : p_.softmax_scale * kLog2e;
+    rows.multiplier = multiplier(st, general);
     Range output{0, 0};  // panels of the pending output beside this KV tile
     const int64_t output_panels = st.dim_v / kTilePanel;
     int64_t tile_of_strip = 0, tiles_of_strip = 0;
@@ -629,7 +636,7 @@ class TileProducts {
       rows.s = s;
       rows.panel = c.cols.begin / kTilePanel;
       if (exact) exact_scores(head, st, x, first, c.cols, s, kKvTileStride);
-      scale_scores(st, x.rows, c.cols, s, kKvTileStride);
+      scale_scores(st, general, x.rows, c.cols, s, kKvTileStride);
       if (general) {
         general_scores(p_, head, st, x.r0, x.rows, first + c.cols.begin, c.cols.size(), s, kKvTileStride);
       } else if (st.interior[x.index].begin > first + c.cols.begin || st.interior[x.index].end < first + c.cols.end) {
