@@ -4,7 +4,7 @@
 
 #include <math_constants.h>
 
-#include "cuda/common/data_mask.cuh"
+#include "cuda/common/natural_scores.cuh"
 #include "cuda/kernels/extend/epilogue.cuh"
 
 namespace fa::cuda::extend {
@@ -72,8 +72,8 @@ class VisitedTiles {
   uint32_t visible_ = 0, full_ = 0;  // cells of the word in which some pair is visible, and all pairs
 };
 
-// The pairs of a warp's 16 rows and the cells of a tile that masks as data hide: for each cell 16 bits of each of the lane's two rows of S, as
-// qk_fragment_bits() numbers them. Each lane reads the keys of a row in one cell.
+// The pairs of a warp's 16 rows and the cells of a tile that masks as data hide: for each cell 16 bits of each of the lane's two rows of S
+// (pair_bit()). Each lane reads the keys of a row in one cell.
 template <class C, int kCells>
 __device__ __forceinline__ void hidden_by_data(const WarpRows<C> &rows, int key0, uint32_t (&hidden)[kCells]) {
   const int lane = opaque(rows.cta.lane()), row = rows.first_row() + lane % 16, cell = lane / 16;
@@ -94,7 +94,7 @@ template <int kScores, int kCells>
 __device__ __forceinline__ void hide(float (&s)[kScores], const uint32_t (&hidden)[kCells]) {
 #pragma unroll
   for (int n = 0; n < kScores; ++n)
-    if ((hidden[n / 32] >> (16 * (n / 2 % 2) + 2 * (n % 32 / 4) + n % 2) & 1) != 0) s[n] = -CUDART_INF_F;
+    if ((hidden[n / 32] >> pair_bit(n % 32) & 1) != 0) s[n] = -CUDART_INF_F;
 }
 
 }  // namespace fa::cuda::extend
