@@ -50,7 +50,7 @@ struct ForwardPlan {
   // The kernel reads a copy of K and V (kv_copy.h): rows of a sequence in it, and its place in the workspace. Kernels for pages read it as pages.
   int64_t copied_keys = 0;
   size_t copy_offset = 0;
-  bool contiguous_copy = false;  // the plan is of the problem with a copy without pages, into which descales are folded
+  bool contiguous_copy = false;  // the plan is of the problem with a copy without pages
   bool scored = false;           // kernels are compiled with the score text
   bool cell_map = false;         // launches begin with those that build the cell map of masks as data (data_mask.h)
   size_t cell_map_offset = 0;    // in the workspace

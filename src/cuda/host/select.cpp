@@ -122,7 +122,7 @@ fa_status check_same_bits(const BackwardProblem &b, const Device &device, ErrorT
 //                         beats_sm90() prefers the next
 //   FA_FLAG_SAME_BITS     any                                           extend
 //   K and V               rows and queries                              kernels
-//   8-bit                 where copying_is_better()                    sm90 (16-bit copy)
+//   8-bit                 where copying_is_better()                     sm90 (16-bit copy)
 //   any                   more than 32 rows, or masks as data, of       extend
 //                         8-bit K and V or of at most 16 queries
 //   any                   any, but of latent caches 16, where mla       decode
@@ -258,8 +258,8 @@ std::string by_elements(std::initializer_list<std::pair<const char *, bool>> ten
   return names.empty() ? "" : "; not aligned for 16-byte vectors: " + names;
 }
 
-// FA_FLAG_BATCH_INVARIANT of packed queries, for which Hopper has no kernels without FA_FLAG_SAME_BITS: those with it give more than is asked for, in
-// three fifths of the time. Lengths have no say here: with all of them a sequence gets the same bits.
+// FA_FLAG_BATCH_INVARIANT of packed queries, for which Hopper has no kernels without FA_FLAG_SAME_BITS: those with it give more than is asked for. Lengths have
+// no say here: with all of them a sequence gets the same bits.
 void take_same_bits(const ForwardProblem &p, const Device &device, ForwardPlan &plan) {
   if (!p.batch_invariant || p.same_bits || (plan.family != Family::sm80 && plan.family != Family::simt)) return;
   ForwardProblem with_flag = p;
@@ -270,8 +270,8 @@ void take_same_bits(const ForwardProblem &p, const Device &device, ForwardPlan &
     plan = other;
 }
 
-// Makes `plan` that of a copy of K and V without pages in the type of the queries where it takes less time than `in_place`, whose kernel reads pages or 8-bit numbers
-// themselves: few kernels for Hopper read pages, and few for tensor cores 8-bit numbers. Returns whether it does.
+// Makes `plan` that of a copy of K and V without pages in the type of the queries where it takes less time than `in_place`, whose kernel reads pages or
+// 8-bit numbers themselves: few kernels for Hopper read pages, and few for tensor cores 8-bit numbers. Returns whether it does.
 bool plan_contiguous_copy(const ForwardProblem &p, const Device &device, const ForwardPlan &in_place, ForwardPlan &plan) {
   const bool kv_8bit = is_quantised(p.k.dtype);
   const bool reads_slowly = in_place.family == Family::simt || in_place.family == Family::sm80 ||

@@ -101,7 +101,7 @@ __device__ __forceinline__ Cell from_element_mask(const DataMask &mask, const Ce
       warp = static_cast<int>(threadIdx.x >> 5);
   uint64_t any = 0, all = ~uint64_t{0};
   const uint8_t *first = m.data + c.b * m.batch_stride + c.h * m.head_stride + c.row0 * m.row_stride + c.key0 / 8;
-  if (keys == 0) {
+  if (keys == 0) {  // a lane past the keys reads nothing
   } else if (m.bits && m.col_stride != 0 && c.keys() == kCell && (reinterpret_cast<uintptr_t>(first) | m.row_stride) % 8 == 0) {
     add_rows<8>(warp, rows, any, all,
                 [&](int n) { return __ldcs(reinterpret_cast<const unsigned long long *>(first + n * m.row_stride)); });
