@@ -404,45 +404,48 @@ def _run(
         raise extension.exception(error) from None
 
 
-def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.names, ctx.numbers, *tensors = inputs
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*output, *tensors)
+def _wants_bias_and_sink(names: Names, wanted: Sequence[bool]) -> Tuple[bool, bool]:
+    """Which gradients are wanted of the tensors that `names` lists."""
+    of = [name for name, is_wanted in zip(names, wanted) if is_wanted]
+    for name in of:
+        if name not in _DIFFERENTIABLE:
+            raise NotImplementedError(_NO_GRADIENT.format(name))
+    return "bias" in of, "sink" in of
 
 
 def _gradients(ctx: Any, dout: Optional[Tensor], dlse: Optional[Tensor]) -> Any:
+    names, numbers = ctx.names, ctx.numbers
     out, lse, *tensors = ctx.saved_tensors
-    if dout is None and dlse is None:
-        return (None,) * (2 + len(tensors))
-    _, _, *wanted = ctx.needs_input_grad
-    bias = sink = False
-    for name, is_wanted in zip(ctx.names, wanted[3:]):
-        if not is_wanted:
-            continue
-        if name == "bias":
-            bias = True
-        elif name == "sink":
-            sink = True
-        else:
-            raise NotImplementedError(_NO_GRADIENT.format(name))
     if dout is None:
+        if dlse is None:
+            return (None,) * (2 + len(tensors))
         dout = torch.zeros_like(out)
-    needed = (*wanted[:3], bias, sink)
+    wanted = ctx.needs_input_grad[2:]
+    others = _wants_bias_and_sink(names, wanted[3:]) if names else (False, False)
+    needed = (*wanted[:3], *others)
     # Under torch.compile the operator itself is traced, and PyTorch refuses second derivatives.
-    nested = (torch.is_grad_enabled() or _is_transformed()) and not torch.compiler.is_compiling()
-    run = _Gradients.apply if nested else _run_gradients
-    results = iter(run(ctx.names, ctx.numbers, needed, dout, dlse, out, lse, *tensors))
-    return (None, None, *[next(results) if is_wanted else None for is_wanted in wanted])
+    if (torch.is_grad_enabled() or _is_transformed()) and not torch.compiler.is_compiling():
+        results = _Gradients.apply(names, numbers, needed, dout, dlse, out, lse, *tensors)
+    else:
+        results = _run_gradients(names, numbers, needed, (dout, dlse, out, lse), tensors)
+    if len(results) == len(wanted):
+        return (None, None, *results)
+    given = iter(results)
+    return (None, None, *[next(given) if is_wanted else None for is_wanted in wanted])
 
 
 class _Attention(torch.autograd.Function):
     """(out, lse) of q, k, v and the tensors that `names` lists."""
 
     @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        output = _run(*inputs)
-        _save(ctx, inputs, output)
-        return output
+    def forward(
+        ctx: Any, names: Names, numbers: Numbers, q: Tensor, k: Tensor, v: Tensor, *tensors: Tensor
+    ) -> Tuple[Tensor, Tensor]:
+        out, lse = _run(names, numbers, q, k, v, *tensors)
+        ctx.names, ctx.numbers = names, numbers
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(out, lse, q, k, v, *tensors)
+        return out, lse
 
     backward = staticmethod(_gradients)
 
@@ -457,8 +460,10 @@ class _Transformed(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _save(ctx, inputs, output)
-        ctx.save_for_forward(*output, *inputs[2:])
+        ctx.names, ctx.numbers, *tensors = inputs
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output, *tensors)
+        ctx.save_for_forward(*output, *tensors)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
@@ -487,28 +492,15 @@ def _run_gradients(
     names: Names,
     numbers: Numbers,
     needed: Sequence[bool],
-    dout: Tensor,
-    dlse: Optional[Tensor],
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *tensors: Tensor,
+    results: Sequence[Optional[Tensor]],
+    tensors: Sequence[Tensor],
 ) -> Any:
+    """The gradients that `needed` asks for. `results` is dout, dlse, out and lse; `tensors` is q, k, v and those that `names` lists."""
     try:
-        return _backward_op(
-            dout,
-            dlse,
-            out,
-            lse,
-            needed,
-            q,
-            k,
-            v,
-            **dict(zip(names, tensors)),
-            **dict(numbers),
-        )
+        if not names and not numbers:
+            return _backward_op(*results, needed, *tensors)
+        options = {**dict(zip(names, tensors[3:])), **dict(numbers)}
+        return _backward_op(*results, needed, *tensors[:3], **options)
     except RuntimeError as error:
         raise extension.exception(error) from None
 
@@ -517,8 +509,8 @@ class _Gradients(torch.autograd.Function):
     """The gradients that `needed` asks for, as a function that can be mapped and cannot be differentiated."""
 
     @staticmethod
-    def forward(*inputs: Any) -> Any:
-        return tuple(_run_gradients(*inputs))
+    def forward(names: Names, numbers: Numbers, needed: Sequence[bool], *tensors: Any) -> Any:
+        return tuple(_run_gradients(names, numbers, needed, tensors[:4], tensors[4:]))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -608,8 +600,11 @@ def call(
     tensors: Dict[str, Optional[Tensor]], numbers: Dict[str, Any]
 ) -> Tuple[Tensor, Tensor]:
     """(out, lse), differentiable. `tensors` has q, k, v and what is given of TENSORS, `numbers` what differs from the operators' defaults."""
-    given = [tensor for tensor in tensors.values() if tensor is not None]
-    names = () if len(given) == 3 else tuple(name for name, tensor in tensors.items() if tensor is not None)[3:]
+    given: Sequence[Any] = tuple(tensors.values())
+    names: Names = ()
+    if len(given) > 3:
+        given = [tensor for tensor in given if tensor is not None]
+        names = tuple(name for name, tensor in tensors.items() if tensor is not None)[3:]
     inputs: Any = (names, tuple(numbers.items()), *given)
     if _is_transformed() or (
         forward_ad._current_level >= 0
