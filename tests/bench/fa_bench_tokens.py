@@ -6,11 +6,13 @@
 
 The models have the shapes of GPT-2 with 124M parameters (12 layers, 12 heads of 64 columns) and of Llama 3.2 with 1B (16 layers, 32 heads and
 8 KV heads of 64 columns), random parameters, in bf16. A training step is forward, loss, backward, without an optimiser; a prefill is forward alone.
-Each batch has --tokens tokens in sequences of each length. The parameters, and with --compile the compiled model, are the same for both
-contenders, which run interleaved in random order; times are medians. --small: two narrow layers, to see that the script works.
+Each batch has --tokens tokens in sequences of each length. The parameters, and with --compile the compiled model, are the same for all
+contenders, which run interleaved in random order; times are medians. --flash adds PyTorch held to its own flash attention, which it chooses by
+itself where it does not prefer cuDNN. --small: two narrow layers, to see that the script works.
 """
 
 import argparse
+import contextlib
 import random
 import statistics
 import time
@@ -20,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from flashattn.torch import fallbacks, install, uninstall
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @dataclass(frozen=True)
@@ -120,15 +123,17 @@ def prefill(model, tokens):
         model(tokens)
 
 
-def measure(step, model, tokens, device, seconds, refused):
+def measure(step, model, tokens, contenders, device, seconds, refused):
     """Seconds of a step by contender, a list for each. Why calls went to PyTorch's kernel is added to `refused`."""
-    times = {"PyTorch": [], "libflashattn": []}
+    times = {name: [] for name in contenders}
 
     def run(name):
         if name == "libflashattn":
             install()
+        held = sdpa_kernel(SDPBackend.FLASH_ATTENTION) if name == "flash" else contextlib.nullcontext()
         started = time.perf_counter()
-        step(model, tokens)
+        with held:
+            step(model, tokens)
         if device == "cuda":
             torch.cuda.synchronize()
         elapsed = time.perf_counter() - started
@@ -156,6 +161,7 @@ def main():
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--seconds", type=float, default=3.0, help="for each row (3)")
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument("--flash", action="store_true", help="also PyTorch with flash attention alone")
     parser.add_argument("--small", action="store_true", help="two narrow layers")
     arguments = parser.parse_args()
     state = install()
@@ -166,7 +172,9 @@ def main():
     print(
         f"{name}, PyTorch {torch.__version__}, {'compiled' if arguments.compile else 'not compiled'}, bf16, {arguments.tokens} tokens a batch"
     )
-    print("| model | step | rows | PyTorch, tokens/s | libflashattn, tokens/s | ratio |\n|---|---|---|---|---|---|")
+    others = ["PyTorch", *(["flash"] if arguments.flash else [])]
+    columns = ["model", "step", "rows", "libflashattn, tokens/s", *(f"{name}, tokens/s; times" for name in others)]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
     refused = set()
     for title in arguments.models:
         shape = (SMALL if arguments.small else MODELS)[title]
@@ -177,13 +185,11 @@ def main():
         for length in arguments.lengths:
             tokens = torch.randint(shape.vocabulary, (max(arguments.tokens // length, 1), length), device=arguments.device)
             for step in (train, prefill):
-                times = measure(step, run, tokens, arguments.device, arguments.seconds, refused)
+                times = measure(step, run, tokens, ["libflashattn", *others], arguments.device, arguments.seconds, refused)
                 rates = {name: tokens.numel() / statistics.median(each) for name, each in times.items()}
-                print(
-                    f"| {title} | {step.__name__} | {length} | {rates['PyTorch']:.0f} | {rates['libflashattn']:.0f} "
-                    f"| {rates['libflashattn'] / rates['PyTorch']:.2f} |",
-                    flush=True,
-                )
+                ours = rates["libflashattn"]
+                cells = [title, step.__name__, length, f"{ours:.0f}", *(f"{rates[n]:.0f}; {ours / rates[n]:.2f}" for n in others)]
+                print(f"| {' | '.join(map(str, cells))} |", flush=True)
     for reason in sorted(refused):
         print(f"PyTorch's kernel was used for some calls: {reason}")
 
