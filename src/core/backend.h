@@ -5,7 +5,6 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <new>
 #include <string>
 
 #include "core/append.h"
@@ -48,15 +47,6 @@ struct Call {
 };
 
 constexpr size_t kWorkspaceAlignment = 256;
-
-// A workspace of the library's own. Null where the system has no memory left. (std::aligned_alloc is missing on Windows.)
-struct FreeWorkspace {
-  void operator()(void *memory) const { ::operator delete (memory, std::align_val_t{kWorkspaceAlignment}); }
-};
-using WorkspaceMemory = std::unique_ptr<void, FreeWorkspace>;
-inline void *allocate_workspace(size_t bytes) {
-  return ::operator new (bytes, std::align_val_t{kWorkspaceAlignment}, std::nothrow);
-}
 
 class Backend {
  public:

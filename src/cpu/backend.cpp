@@ -4,12 +4,12 @@
 
 #include <cstdio>
 #include <limits>
-#include <new>
 
 #include "core/validate.h"
 #include "cpu/forward_layout.h"
 #include "cpu/host.h"
 #include "cpu/launch.h"
+#include "cpu/own_workspace.h"
 #include "cpu/row_device.h"
 #include "cpu/thread_pool.h"
 
@@ -160,29 +160,18 @@ class CpuBackend final : public Backend {
     return fail(error, FA_ERROR_CALLBACK, "config.parallel_for returned before every task had run; the outputs are incomplete");
   }
 
-  // Checks the caller's workspace, or lends the context's own, which grows as needed and stays for the next call.
+  // Checks the caller's workspace, or lends the context's own.
   fa_status take_workspace(Workspace &workspace, size_t needed_bytes, ErrorText &error) {
     FA_RETURN_IF_ERROR(check_workspace(workspace, needed_bytes, error));
     if (workspace.data != nullptr || needed_bytes == 0) return FA_OK;
-    if (own_bytes_ < needed_bytes) {
-      own_.reset();
-      own_bytes_ = 0;
-      const size_t bytes = (needed_bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-      own_.reset(bytes < needed_bytes ? nullptr : allocate_workspace(bytes));
-      if (!own_) {
-        return fail(error, FA_ERROR_OUT_OF_MEMORY, "the workspace of %zu bytes this problem needs could not be allocated",
-                    needed_bytes);
-      }
-      own_bytes_ = bytes;
-    }
-    workspace = {own_.get(), own_bytes_};
+    FA_RETURN_IF_ERROR(own_.reserve(needed_bytes, error));
+    workspace = {own_.data(), own_.bytes()};
     return FA_OK;
   }
 
   const Machine machine_;
   const std::unique_ptr<Parallel> parallel_;
-  WorkspaceMemory own_;
-  size_t own_bytes_ = 0;
+  OwnWorkspace own_;
 };
 
 }  // namespace

@@ -5,6 +5,8 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/own_workspace.h"
+
 namespace fa::cpu {
 namespace {
 
@@ -12,20 +14,9 @@ class HostRows final : public RowDevice {
  public:
   explicit HostRows(Backend &backend) : backend_(backend) {}
 
-  // The memory of the last call serves the next one.
   fa_status allocate(size_t bytes, fa_stream, void *&memory, ErrorText &error) override {
-    if (bytes_ < bytes) {
-      memory_.reset();
-      bytes_ = 0;
-      const size_t rounded = (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-      memory_.reset(rounded < bytes ? nullptr : allocate_workspace(rounded));
-      if (!memory_) {
-        return fail(error, FA_ERROR_OUT_OF_MEMORY, "the workspace of %zu bytes this problem needs could not be allocated",
-                    bytes);
-      }
-      bytes_ = rounded;
-    }
-    memory = memory_.get();
+    FA_RETURN_IF_ERROR(memory_.reserve(bytes, error));
+    memory = memory_.data();
     return FA_OK;
   }
   void release(void *, fa_stream) override {}
@@ -123,8 +114,7 @@ class HostRows final : public RowDevice {
   Backend &backend_;
   const Pointers no_pointers_;
   std::vector<float> sums_;
-  WorkspaceMemory memory_;
-  size_t bytes_ = 0;
+  OwnWorkspace memory_;
 };
 
 }  // namespace
