@@ -115,17 +115,29 @@ inline HeadRows head_rows(const ForwardProblem &p, const Operand &x, const Head 
           (&x == &p.k ? p.head_dim : p.head_dim_v) * bytes};
 }
 
-// Raw S of heads [heads.begin, heads.end) of the split, whose queries are rows of ldq from q on.
-template <class Product>
+// Rows of a piece in one head, at rows[n] + offset.
+struct PieceRows {
+  const char *const *rows;
+  int64_t offset;
+};
+// Where they lie in the tensor: `offset` is from the first head to that one.
+struct RowsInPlace {
+  FA_INLINE PieceRows operator()(const KeyPiece &piece, int64_t offset) const { return {piece.rows, offset}; }
+};
+
+// Raw S of heads [heads.begin, heads.end) of the split, whose queries are rows of ldq from q on. rows_of_head(piece, offset) gives the keys of a piece.
+template <class Product, class RowsOfHead = RowsInPlace>
 inline void vector_scores(const ForwardProblem &p, const Head &head, const VectorSplit &split, const VisitedKeys &visited,
-                          const VectorArea &area, Range heads, const typename Product::Query *q, int64_t ldq) {
+                          const VectorArea &area, Range heads, const typename Product::Query *q, int64_t ldq,
+                          RowsOfHead &&rows_of_head = {}) {
   const HeadRows keys = head_rows(p, p.k, head, split, split.keys), values = head_rows(p, p.v, head, split, split.keys);
   Ahead ahead(keys, values, blocks_of(split.rows, kPieceKeys, kOneRowKeys));
   for_visited_pieces(keys.rows, split.keys.begin, visited, [&](const KeyPiece &piece) {
     ahead.begin(piece);
     for (int64_t h = heads.begin; h < heads.end; ++h) {
       const int64_t row = h * split.rows;
-      dot_rows<Product>(piece.rows, piece.count, h * keys.head_bytes, p.head_dim, q + row * ldq, ldq, split.rows,
+      const PieceRows at = rows_of_head(piece, h * keys.head_bytes);
+      dot_rows<Product>(at.rows, piece.count, at.offset, p.head_dim, q + row * ldq, ldq, split.rows,
                         area.s + row * VectorArea::kLds + piece.first - split.keys.begin, VectorArea::kLds, ahead);
     }
   });
@@ -138,6 +150,11 @@ inline Range after(const Head &head, const VectorSplit &split) { return {split.k
 inline void clear_outputs(const VectorSplit &split, const VectorArea &area, Range heads) {
   for (int64_t i = heads.begin * split.rows * area.ldo; i < heads.end * split.rows * area.ldo; i += kWidth)
     Simd::store(area.o + i, Simd::zero());
+}
+
+// n numbers, in whole vectors, times `factor`.
+inline void multiply(float *x, int64_t n, float factor) {
+  for (int64_t i = 0; i < n; i += kWidth) Simd::store(x + i, Simd::mul(Simd::load(x + i), Simd::set(factor)));
 }
 
 // Calls body(heads) for the maximal runs of heads for which `chosen` is kValue.

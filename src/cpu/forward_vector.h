@@ -74,11 +74,6 @@ inline VisitedKeys split_bits(const ForwardProblem &p, const MaskMemory &memory,
   return VisitedKeys(memory.bits, split.count * split.rows, split.keys.size());
 }
 
-// n numbers, in whole vectors, times `factor`.
-inline void multiply(float *x, int64_t n, float factor) {
-  for (int64_t i = 0; i < n; i += kWidth) Simd::store(x + i, Simd::mul(Simd::load(x + i), Simd::set(factor)));
-}
-
 // Multiplies `columns` columns of the rows of a split, S or O, by the descale of each head's keys or values.
 inline void scale_by_head(const Factors &factors, int64_t head_stride, const VectorSplit &split, float *x, int64_t columns,
                           int64_t ld) {

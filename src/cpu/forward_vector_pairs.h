@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Products of the vector forward kernel by vdpbf16ps, for bf16: keys and values are not widened, and a product takes half as many
-// instructions.
+// Products of the vector forward kernel by vdpbf16ps, for queries of bf16: a product takes half as many instructions. Keys and values of bf16 are not
+// widened. Those of bytes are, to bf16, a piece of a head at a time, so that all rows of the head share that.
 //
 //   S = Q K^T   of pairs of columns
 //   O += P V    of pairs of keys (cpu/forward_pairs.h), with P rounded to bf16
@@ -14,13 +14,38 @@
 
 namespace fa::cpu::FA_ISA {
 
+// Rows of a piece of bytes in one head, widened to bf16: e4m3 in its units. Behind the last row comes one of zeros.
+template <class Element>
+class WidenedRows {
+ public:
+  explicit WidenedRows(int64_t dim) : dim_(dim) {}
+  FA_INLINE PieceRows operator()(const KeyPiece &piece, int64_t offset) {
+    const int64_t pitch = round_up(dim_, 2 * kWidth);
+    for (int n = 0; n < kPieceKeys; ++n) {
+      uint16_t *const to = numbers_ + n * pitch;
+      rows_[n] = reinterpret_cast<const char *>(to);
+      if (n < piece.count) {
+        widen_row<typename InUnits<Element>::Type>(piece.rows[n] + offset, dim_, to);
+      } else if (n == piece.count) {
+        for (int64_t c = 0; c < pitch; c += 2 * kWidth) Simd::istore(reinterpret_cast<uint32_t *>(to + c), Simd::iset(0));
+      }
+    }
+    return {rows_, 0};
+  }
+
+ private:
+  const int64_t dim_;
+  const char *rows_[kPieceKeys];
+  alignas(64) uint16_t numbers_[kPieceKeys * kMaxHeadDim];
+};
+
 class VectorProducts {
  public:
   VectorProducts(const ForwardProblem &problem, const ForwardLayout &) : p_(problem) {}
 
   // Takes a split whose queries lie in the area, or returns false. Those of heads that it computes are rounded in place.
   bool begin(char *, const Head &, const VectorSplit &split, const VectorArea &area) {
-    if (is_quantised(p_.k.dtype)) return false;
+    if (is_quantised(p_.k.dtype) && split.rows < kLeastRowsOfBytes) return false;
     for (int64_t h = 0; h < split.count; ++h) {
       QueryNumbers numbers;
       float *first = area.q + h * split.rows * area.ldq;
@@ -35,8 +60,15 @@ class VectorProducts {
   void scores(const Head &head, const VectorSplit &split, const VisitedKeys &visited, const VectorArea &area,
               bool *done) const {
     for_runs_of(moderate_, split.count, [&](Range heads) {
-      vector_scores<PairProduct>(p_, head, split, visited, area, heads, reinterpret_cast<const uint16_t *>(area.q),
-                                 2 * area.ldq);
+      const auto scores = [&](auto &&rows_of_head) {
+        vector_scores<PairProduct>(p_, head, split, visited, area, heads, reinterpret_cast<const uint16_t *>(area.q),
+                                   2 * area.ldq, rows_of_head);
+      };
+      if (p_.k.dtype == Dtype::bf16) return scores(RowsInPlace{});
+      if (p_.k.dtype == Dtype::i8) return scores(WidenedRows<ElementI8>(p_.head_dim));
+      scores(WidenedRows<ElementE4m3>(p_.head_dim));
+      for (int64_t row = heads.begin * split.rows; row < heads.end * split.rows; ++row)
+        multiply(area.s + row * VectorArea::kLds, split.keys.size(), InUnits<ElementE4m3>::kUnit);
     });
     for (int64_t h = 0; h < split.count; ++h) done[h] = moderate_[h];
   }
@@ -50,30 +82,54 @@ class VectorProducts {
       for (int64_t r = h * split.rows; r < (h + 1) * split.rows && done[h]; ++r)
         round_in_place(area.s + r * VectorArea::kLds, split.keys.size());
     }
-    for_runs_of(done, split.count, [&](Range heads) { add_values(head, split, visited, area, heads); });
+    for_runs_of(done, split.count, [&](Range heads) {
+      if (p_.v.dtype == Dtype::bf16) return add_values(head, split, visited, area, heads);
+      if (p_.v.dtype == Dtype::i8) return add_bytes<ElementI8>(head, split, visited, area, heads);
+      add_bytes<ElementE4m3>(head, split, visited, area, heads);
+      multiply(area.o + heads.begin * split.rows * area.ldo, heads.size() * split.rows * area.ldo, InUnits<ElementE4m3>::kUnit);
+    });
   }
 
  private:
-  void add_values(const Head &head, const VectorSplit &split, const VisitedKeys &visited, const VectorArea &area,
-                  Range heads) const {
+  // Fewer rows are faster in fp32: then widening is most of the work, which is twice as much.
+  static constexpr int64_t kLeastRowsOfBytes = 5;
+
+  // O += P V of heads. add_piece(piece, head_bytes, add) calls add(rows, some) for the values of some heads of a piece, of which the last one has
+  // zeros behind it where the number of rows is odd.
+  template <class AddPiece>
+  void add_pieces(const Head &head, const VectorSplit &split, const VisitedKeys &visited, const VectorArea &area, Range heads,
+                  AddPiece add_piece) const {
     const HeadRows rows = head_rows(p_, p_.v, head, split, split.keys),
                    next = head_rows(p_, p_.k, head, split, after(head, split));
     Ahead ahead(rows, next, blocks_of(split.rows, kPieceKeys * p_.head_dim_v / (2 * kWidth), kMostBlockVectors));
     clear_outputs(split, area, heads);
     for_visited_pieces(rows.rows, split.keys.begin, visited, [&](const KeyPiece &piece) {
       ahead.begin(piece);
-      const auto add = [&](const char *const *values, int64_t offset, Range some) {
+      add_piece(piece, rows.head_bytes, [&](PieceRows values, Range some) {
         const int64_t row = some.begin * split.rows;
         add_pair_rows(
-            values, (piece.count + 1) / 2, offset, rows.head_bytes, some.size(), p_.head_dim_v, split.rows,
+            values.rows, (piece.count + 1) / 2, values.offset, rows.head_bytes, some.size(), p_.head_dim_v, split.rows,
             reinterpret_cast<const uint32_t *>(area.s + row * VectorArea::kLds) + (piece.first - split.keys.begin) / 2,
             VectorArea::kLds, area.o + row * area.ldo, area.ldo, ahead);
-      };
-      if (piece.count % 2 == 0) return add(piece.rows, heads.begin * rows.head_bytes, heads);
-      for (int64_t h = heads.begin; h < heads.end; ++h)
-        add(PieceValues(piece, 0, piece.count, h * rows.head_bytes).rows, 0, {h, h + 1});
+      });
     });
     ahead.finish();
+  }
+  void add_values(const Head &head, const VectorSplit &split, const VisitedKeys &visited, const VectorArea &area,
+                  Range heads) const {
+    add_pieces(head, split, visited, area, heads, [&](const KeyPiece &piece, int64_t head_bytes, auto add) {
+      if (piece.count % 2 == 0) return add({piece.rows, heads.begin * head_bytes}, heads);
+      for (int64_t h = heads.begin; h < heads.end; ++h)
+        add({PieceValues(piece, 0, piece.count, h * head_bytes).rows, 0}, {h, h + 1});
+    });
+  }
+  template <class Element>
+  void add_bytes(const Head &head, const VectorSplit &split, const VisitedKeys &visited, const VectorArea &area,
+                 Range heads) const {
+    WidenedRows<Element> widened(p_.head_dim_v);
+    add_pieces(head, split, visited, area, heads, [&](const KeyPiece &piece, int64_t head_bytes, auto add) {
+      for (int64_t h = heads.begin; h < heads.end; ++h) add(widened(piece, h * head_bytes), {h, h + 1});
+    });
   }
 
   const ForwardProblem &p_;

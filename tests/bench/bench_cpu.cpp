@@ -438,10 +438,12 @@ std::vector<Case> all_cases(const std::vector<int> &all_threads) {
                                                   {FA_FLOAT16, FA_FLOAT16},
                                                   {FA_FLOAT32, FA_FLOAT16},
                                                   {FA_FLOAT32, FA_INT8},
-                                                  {FA_FLOAT32, FA_FLOAT8_E4M3}};
+                                                  {FA_FLOAT32, FA_FLOAT8_E4M3},
+                                                  {FA_BFLOAT16, FA_INT8},
+                                                  {FA_BFLOAT16, FA_FLOAT8_E4M3}};
   for (const auto &[dtype, keys] : stored) {
     for (const int64_t group : {1, 4, 8}) {
-      if (group == 1 && dtype == FA_BFLOAT16) continue;  // above
+      if (group == 1 && keys == FA_BFLOAT16) continue;  // above
       for (const int threads : all_threads)
         cases.push_back({Pass::decode, dtype, 128, 1, 16384, 8 * group, false, threads, keys, group});
     }
