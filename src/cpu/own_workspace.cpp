@@ -9,7 +9,7 @@ fa_status OwnWorkspace::reserve(size_t bytes, ErrorText &error) {
   bytes_ = 0;
   const size_t rounded = (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
   // Not std::aligned_alloc, which Windows lacks.
-  if (rounded >= bytes) memory_.reset(::operator new (rounded, kAlignment, std::nothrow));
+  if (rounded >= bytes) memory_.reset(::operator new(rounded, kAlignment, std::nothrow));
   if (!memory_) {
     return fail(error, FA_ERROR_OUT_OF_MEMORY, "the workspace of %zu bytes this problem needs could not be allocated", bytes);
   }

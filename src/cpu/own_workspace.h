@@ -22,7 +22,7 @@ class OwnWorkspace {
  private:
   static constexpr std::align_val_t kAlignment{kWorkspaceAlignment};
   struct Free {
-    void operator()(void *memory) const { ::operator delete (memory, kAlignment); }
+    void operator()(void *memory) const { ::operator delete(memory, kAlignment); }
   };
   std::unique_ptr<void, Free> memory_;
   size_t bytes_ = 0;

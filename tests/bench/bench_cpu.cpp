@@ -434,13 +434,9 @@ std::vector<Case> all_cases(const std::vector<int> &all_threads) {
   for (const fa_dtype dtype : {FA_FLOAT32, FA_BFLOAT16}) {
     for (const int threads : all_threads) cases.push_back({Pass::decode, dtype, 128, 1, 16384, 16, false, threads, dtype});
   }
-  const std::pair<fa_dtype, fa_dtype> stored[] = {{FA_BFLOAT16, FA_BFLOAT16},
-                                                  {FA_FLOAT16, FA_FLOAT16},
-                                                  {FA_FLOAT32, FA_FLOAT16},
-                                                  {FA_FLOAT32, FA_INT8},
-                                                  {FA_FLOAT32, FA_FLOAT8_E4M3},
-                                                  {FA_BFLOAT16, FA_INT8},
-                                                  {FA_BFLOAT16, FA_FLOAT8_E4M3}};
+  const std::pair<fa_dtype, fa_dtype> stored[] = {
+      {FA_BFLOAT16, FA_BFLOAT16},   {FA_FLOAT16, FA_FLOAT16}, {FA_FLOAT32, FA_FLOAT16},     {FA_FLOAT32, FA_INT8},
+      {FA_FLOAT32, FA_FLOAT8_E4M3}, {FA_BFLOAT16, FA_INT8},   {FA_BFLOAT16, FA_FLOAT8_E4M3}};
   for (const auto &[dtype, keys] : stored) {
     for (const int64_t group : {1, 4, 8}) {
       if (group == 1 && keys == FA_BFLOAT16) continue;  // above
