@@ -75,14 +75,15 @@ Choice choose(const MaskedProblem &p, const Machine &machine) {
   }
   const bool bytes = p.k.dtype == p.v.dtype && (p.k.dtype == Dtype::i8 || p.k.dtype == Dtype::e4m3);
   const bool vectors_by_digits = amx && p.k.dtype == Dtype::i8;
-  // Bytes are widened to bf16 where they are packed. FA_FLAG_SAME_BITS has them in fp32, with few queries, too.
-  if (bytes && !p.same_bits && p.q.dtype == Dtype::bf16 && (amx || machine.isa == FA_CPU_ISA_AVX512_BF16))
-    return {machine.isa, ForwardProducts::kTiles, vectors_by_digits ? VectorUnit::kTiles : VectorUnit::kNone};
-  // Very few queries alone gain by the following, and FA_FLAG_SAME_BITS treats them as more. Vectors of 256 bits widen as they load, for fewer
-  // instructions.
+  // Bytes are widened to bf16 where they are packed. FA_FLAG_SAME_BITS has them in fp32, with few queries, too. For very few queries vectors of 256 bits
+  // widen as they load, for fewer instructions.
+  const bool widens_neon = neon_bf16 && vector_isa(machine.isa) == FA_CPU_ISA_NEON;
+  if (bytes && !p.same_bits && p.q.dtype == Dtype::bf16 && (amx || machine.isa == FA_CPU_ISA_AVX512_BF16 || widens_neon)) {
+    return {machine.isa, ForwardProducts::kTiles,
+            neon_bf16 ? VectorUnit::kNeon : (vectors_by_digits ? VectorUnit::kTiles : VectorUnit::kNone)};
+  }
+  // Very few queries alone gain by the following, and FA_FLAG_SAME_BITS treats them as more.
   if (!p.same_bits) {
-    if (neon_bf16 && p.q.dtype == Dtype::bf16 && bytes && vector_isa(machine.isa) == FA_CPU_ISA_NEON)
-      return {machine.isa, ForwardProducts::kFma, VectorUnit::kNeon};
     if (bytes && vectors_by_digits) return {machine.isa, ForwardProducts::kFma, VectorUnit::kTiles};
     if (same && p.q.dtype == Dtype::f16 && multiplies_f16(machine.isa))
       return {FA_CPU_ISA_NEON_FHM, ForwardProducts::kFma, VectorUnit::kNeon};

@@ -6,7 +6,7 @@
 #if defined(FA_BF16_UNIT)
 #include "cpu/forward_bf16.h"
 #endif
-#if !defined(FA_TARGET_AVX512_BF16)
+#if !defined(FA_TARGET_AVX512_BF16) && !defined(FA_TARGET_NEON_BF16)
 #include "cpu/forward_tiled.h"
 #endif
 #include "cpu/forward_vector.h"
@@ -264,9 +264,6 @@ void forward_worker(const ForwardJob &job, int32_t worker) {
 #if defined(FA_TARGET_AMX)
   if (job.problem->k.dtype == Dtype::i8 && job.problem->q.dtype != Dtype::bf16) return run.template operator()<FmaProducts>();
   if (job.problem->q.dtype == Dtype::f16) return run.template operator()<TileProducts<ElementF16>>();
-#endif
-#if defined(FA_TARGET_NEON_BF16)
-  if (job.problem->k.dtype != Dtype::bf16) return run.template operator()<FmaProducts>();
 #endif
 #if defined(FA_BF16_UNIT)
   run.template operator()<TileProducts<ElementBf16>>();

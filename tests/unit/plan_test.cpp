@@ -100,16 +100,16 @@ TEST(Plan, FewQueriesOverBytesOnAmx) {
   }
 }
 
-// Very few queries of 16 bits run on Arm's instructions for these, more of them by fp32 multiply-adds, whatever else is in the call.
-TEST(Plan, FewQueriesOf16BitsOnArm) {
+// Queries of 16 bits run on Arm's instructions for these; more than very few of fp16 by fp32 multiply-adds, whatever else is in the call.
+TEST(Plan, QueriesOf16BitsOnArm) {
   const struct {
     fa_cpu_isa isa;
     Dtype q, kv;
-    const char *few;
-  } cases[] = {{FA_CPU_ISA_NEON_BF16, Dtype::bf16, Dtype::bf16, "cpu_fwd_vector_neon_bf16"},
-               {FA_CPU_ISA_NEON_BF16, Dtype::bf16, Dtype::i8, "cpu_fwd_vector_neon_bf16"},
-               {FA_CPU_ISA_NEON_BF16, Dtype::bf16, Dtype::e4m3, "cpu_fwd_vector_neon_bf16"},
-               {FA_CPU_ISA_NEON_FHM, Dtype::f16, Dtype::f16, "cpu_fwd_vector_neon_fhm"}};
+    const char *few, *many;
+  } cases[] = {{FA_CPU_ISA_NEON_BF16, Dtype::bf16, Dtype::bf16, "cpu_fwd_vector_neon_bf16", "cpu_fwd_tiled_neon_bf16"},
+               {FA_CPU_ISA_NEON_BF16, Dtype::bf16, Dtype::i8, "cpu_fwd_vector_neon_bf16", "cpu_fwd_tiled_neon_bf16"},
+               {FA_CPU_ISA_NEON_BF16, Dtype::bf16, Dtype::e4m3, "cpu_fwd_vector_neon_bf16", "cpu_fwd_tiled_neon_bf16"},
+               {FA_CPU_ISA_NEON_FHM, Dtype::f16, Dtype::f16, "cpu_fwd_vector_neon_fhm", "cpu_fwd_tiled_neon"}};
   for (const auto &c : cases) {
     if (!has_isa(c.isa) || (c.q != c.kv && vector_isa(c.isa) != FA_CPU_ISA_NEON)) continue;
     for (const int64_t queries : {1, 2000}) {
@@ -117,11 +117,7 @@ TEST(Plan, FewQueriesOf16BitsOnArm) {
       p.q.dtype = c.q;
       p.k.dtype = p.v.dtype = c.kv;
       const std::string kernel = plan_forward(p, Machine{c.isa, 2}).kernel;
-      if (queries == 1) {
-        EXPECT_EQ(kernel, c.few);
-      } else if (c.q != c.kv || c.q == Dtype::f16) {
-        EXPECT_EQ(kernel, "cpu_fwd_tiled_neon");
-      }
+      EXPECT_EQ(kernel, queries == 1 ? c.few : c.many);
       p.same_bits = true;
       if (c.q != c.kv || c.q == Dtype::f16) {
         const Plan vectors = plan_forward(p, Machine{vector_isa(c.isa), 2});
