@@ -68,20 +68,18 @@ struct Choice {
 Choice choose(const MaskedProblem &p, const Machine &machine) {
   const bool same = p.k.dtype == p.q.dtype && p.v.dtype == p.q.dtype;
   const bool amx = machine.isa == FA_CPU_ISA_AMX, neon_bf16 = machine.isa == FA_CPU_ISA_NEON_BF16;
-  if (same && multiplies_bf16(machine.isa) && (p.q.dtype == Dtype::bf16 || (p.q.dtype == Dtype::f16 && amx))) {
-    const bool vectors_by_tiles = amx && p.q.dtype == Dtype::bf16;
-    return {machine.isa, ForwardProducts::kTiles,
-            neon_bf16 ? VectorUnit::kNeon : (vectors_by_tiles ? VectorUnit::kTiles : VectorUnit::kNone)};
-  }
+  const auto tiles = [&](bool vectors_by_tiles) -> Choice {
+    const VectorUnit unit = neon_bf16 ? VectorUnit::kNeon : (vectors_by_tiles ? VectorUnit::kTiles : VectorUnit::kNone);
+    return {machine.isa, ForwardProducts::kTiles, unit};
+  };
+  if (same && multiplies_bf16(machine.isa) && (p.q.dtype == Dtype::bf16 || (p.q.dtype == Dtype::f16 && amx)))
+    return tiles(amx && p.q.dtype == Dtype::bf16);
   const bool bytes = p.k.dtype == p.v.dtype && (p.k.dtype == Dtype::i8 || p.k.dtype == Dtype::e4m3);
   const bool vectors_by_digits = amx && p.k.dtype == Dtype::i8;
-  // Bytes are widened to bf16 where they are packed. FA_FLAG_SAME_BITS has them in fp32, with few queries, too. For very few queries vectors of 256 bits
-  // widen as they load, for fewer instructions.
-  const bool widens_neon = neon_bf16 && vector_isa(machine.isa) == FA_CPU_ISA_NEON;
-  if (bytes && !p.same_bits && p.q.dtype == Dtype::bf16 && (amx || machine.isa == FA_CPU_ISA_AVX512_BF16 || widens_neon)) {
-    return {machine.isa, ForwardProducts::kTiles,
-            neon_bf16 ? VectorUnit::kNeon : (vectors_by_digits ? VectorUnit::kTiles : VectorUnit::kNone)};
-  }
+  // Bytes are widened to bf16 where they are packed, but not on a processor with vectors of 256 bits on Arm: these widen as they load, which takes very few
+  // queries fewer instructions. FA_FLAG_SAME_BITS has bytes in fp32, with few queries, too.
+  const bool widens = multiplies_bf16(machine.isa) && (!neon_bf16 || vector_isa(machine.isa) == FA_CPU_ISA_NEON);
+  if (bytes && !p.same_bits && p.q.dtype == Dtype::bf16 && widens) return tiles(vectors_by_digits);
   // Very few queries alone gain by the following, and FA_FLAG_SAME_BITS treats them as more.
   if (!p.same_bits) {
     if (bytes && vectors_by_digits) return {machine.isa, ForwardProducts::kFma, VectorUnit::kTiles};

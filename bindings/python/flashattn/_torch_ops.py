@@ -492,15 +492,15 @@ def _run_gradients(
     names: Names,
     numbers: Numbers,
     needed: Sequence[bool],
-    results: Sequence[Optional[Tensor]],
+    outputs: Sequence[Optional[Tensor]],
     tensors: Sequence[Tensor],
 ) -> Any:
-    """The gradients that `needed` asks for. `results` is dout, dlse, out and lse; `tensors` is q, k, v and those that `names` lists."""
+    """The gradients that `needed` asks for. `outputs` is dout, dlse, out and lse; `tensors` is q, k, v and those that `names` lists."""
     try:
         if not names and not numbers:
-            return _backward_op(*results, needed, *tensors)
+            return _backward_op(*outputs, needed, *tensors)
         options = {**dict(zip(names, tensors[3:])), **dict(numbers)}
-        return _backward_op(*results, needed, *tensors[:3], **options)
+        return _backward_op(*outputs, needed, *tensors[:3], **options)
     except RuntimeError as error:
         raise extension.exception(error) from None
 
